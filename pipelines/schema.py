@@ -1,0 +1,261 @@
+"""The typed schema of a run: one dataclass per node of conf/, known to Hydra under `<group>_<option>_schema`.
+
+The dataclasses hold the types and the allowed values; the values themselves stand in conf/*.yaml, with a comment each,
+and in the constructors that take them. A test keeps the three equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Union, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+PROOFS = ("acknowledged", "version", "checksum", "probe", "digest")  # of an update, the weakest first
+
+
+def choice(*values: str) -> Any:
+    """A setting that takes one of these words."""
+    return field(default=MISSING, metadata={"choices": values})
+
+
+def positive() -> Any:
+    """A number above zero."""
+    return field(default=MISSING, metadata={"positive": True})
+
+
+def path() -> Any:
+    """A file or folder, relative to where the caller started."""
+    return field(default=MISSING, metadata={"path": True})
+
+
+# ---------------------------------------------------------------------------------------------------------- backend/
+
+
+@dataclass
+class LmdeployConf:
+    _target_: str = "stages.backends.lmdeploy.Lmdeploy"
+    sleep_level: int = field(default=MISSING, metadata={"choices": (1, 2)})
+
+
+@dataclass
+class SglangConf:
+    _target_: str = "stages.backends.sglang.Sglang"
+    pause: str = choice("retract", "abort", "in_place")
+
+
+@dataclass
+class VllmConf:
+    _target_: str = "stages.backends.vllm.Vllm"
+    pause: str = choice("keep", "wait", "abort")
+
+
+# -------------------------------------------------------------------------------------------------------- transport/
+
+
+@dataclass
+class IpcConf:
+    _target_: str = "stages.transport.ipc.Ipc"
+
+
+@dataclass
+class NcclConf:
+    _target_: str = "stages.transport.nccl.Nccl"
+    address: str = MISSING
+    port: int = field(default=MISSING, metadata={"range": (1, 65535)})
+    groups: str = choice("one", "per_engine")
+
+
+@dataclass
+class DiskConf:
+    _target_: str = "stages.transport.disk.Disk"
+    path: str = path()
+    keep: int = positive()
+    fsync: bool = MISSING
+    path_map: dict[str, str] = MISSING
+
+
+# ---------------------------------------------------------------------------------------------------------- trainer/
+
+
+@dataclass
+class ToyTrainerConf:
+    _target_: str = "pipelines.trainers.toy.ToyTrainer"
+    arch: str = choice("qwen3", "llama", "qwen3_moe")
+    hidden_size: int = positive()
+    layers: int = positive()
+    vocab_size: int = positive()
+    tied: bool = MISSING
+    dtype: str = choice("float32", "bfloat16", "float16")
+    lr: float = positive()
+    seed: int = MISSING
+
+
+@dataclass
+class CheckpointTrainerConf:
+    _target_: str = "pipelines.trainers.checkpoint.CheckpointTrainer"
+    path: str = path()
+
+
+# ------------------------------------------------------------------------------------------- the stages of a recipe
+
+
+@dataclass
+class GatherParamsConf:
+    _target_: str = "stages.gather.GatherParams"
+    dtype: str = MISSING
+    keep_dtype: dict[str, str] = MISSING
+
+
+@dataclass
+class BucketConf:
+    _target_: str = "stages.bucket.Bucket"
+    capacity: Union[int, str] = MISSING  # noqa: UP007 (OmegaConf reads this spelling only)
+    slots: int = positive()
+
+
+@dataclass
+class PrefetchConf:
+    _target_: str = "stages.prefetch.Prefetch"
+    depth: int = positive()
+
+
+@dataclass
+class BarrierConf:
+    _target_: str = "stages.barrier.Barrier"
+
+
+@dataclass
+class NotifyEnginesConf:
+    _target_: str = "stages.notify.NotifyEngines"
+
+
+@dataclass
+class RecipeConf:
+    stages: list[Any] = MISSING
+
+
+# ---------------------------------------------------------------------------------------------- engines/, launcher/
+
+
+@dataclass
+class EmbeddedEnginesConf:
+    kind: str = choice("embedded")
+    count: int = positive()
+    tp: Any = MISSING
+    device: str = MISSING
+    on_fatal: str = choice("answer", "die")
+    proof: str = choice(*PROOFS)
+    model: str | None = path()
+    required: Any = MISSING
+
+
+@dataclass
+class RemoteEnginesConf:
+    kind: str = choice("remote")
+    urls: list[str] = MISSING
+    tp: Any = MISSING
+    proof: str = choice(*PROOFS)
+    required: Any = MISSING
+
+
+@dataclass
+class LocalLauncherConf:
+    kind: str = choice("local")
+
+
+# ----------------------------------------------------------------------------------------------------------- session
+
+
+@dataclass
+class VerifyConf:
+    minimum: str = choice(*PROOFS)
+    probe: bool = MISSING
+
+
+@dataclass
+class TimeoutsConf:
+    connect: float = positive()
+    control: float = positive()
+    put: float = positive()
+    group: float = positive()
+    agree: float = positive()
+
+
+@dataclass
+class SessionConf:
+    integrity: str = choice("full", "off")
+    preflight: bool = MISSING
+    reference: str | None = path()
+    retries: int = field(default=MISSING, metadata={"range": (0, 100)})
+    verify: VerifyConf = field(default_factory=VerifyConf)
+    timeouts: TimeoutsConf = field(default_factory=TimeoutsConf)
+
+
+@dataclass
+class Config:
+    """A whole run. Nodes typed `Any` are chosen from a group; their own class is found by `_target_` or `kind`."""
+
+    task: str = choice("run")
+    updates: int = positive()
+    progress: str = choice("auto", "on", "off")
+    recipe: RecipeConf = field(default_factory=RecipeConf)
+    trainer: Any = MISSING
+    gather: Any = MISSING
+    quantize: Any = MISSING
+    bucket: Any = MISSING
+    prefetch: PrefetchConf = field(default_factory=PrefetchConf)
+    backend: Any = MISSING
+    transport: Any = MISSING
+    barrier: BarrierConf = field(default_factory=BarrierConf)
+    notify_engines: NotifyEnginesConf = field(default_factory=NotifyEnginesConf)
+    engines: Any = MISSING
+    session: SessionConf = field(default_factory=SessionConf)
+    launcher: Any = MISSING
+
+
+@dataclass
+class SubprocessLauncherConf:
+    # Hydra takes launchers from modules called hydra_plugins.* only; see pipelines/hydra_launcher.py.
+    _target_: str = "hydra_plugins.weightstream.SubprocessLauncher"
+    n_jobs: int = 1
+
+
+# The options of the groups, by the name of their file in conf/.
+OPTIONS: dict[str, dict[str, type]] = {
+    "backend": {"lmdeploy": LmdeployConf, "sglang": SglangConf, "vllm": VllmConf},
+    "transport": {"ipc": IpcConf, "nccl": NcclConf, "disk": DiskConf},
+    "trainer": {"toy": ToyTrainerConf, "checkpoint": CheckpointTrainerConf},
+    "gather": {"params": GatherParamsConf},
+    "bucket": {"default": BucketConf},
+    "engines": {"embedded": EmbeddedEnginesConf, "remote": RemoteEnginesConf},
+    "launcher": {"local": LocalLauncherConf},
+    "recipe": {"full": RecipeConf, "minimal": RecipeConf},
+}
+
+
+def register() -> None:
+    """Make the schema known to Hydra. Safe to call again."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, options in OPTIONS.items():
+        for option, schema in options.items():
+            store.store(name=f"{group}_{option}_schema", node=schema)
+    store.store(group="hydra/launcher", name="subprocess", node=SubprocessLauncherConf, provider="weightstream")
+
+
+def schema_of(key: str, node: Any) -> type | None:
+    """The dataclass that describes `node` at top-level `key`, or None for a component that is not ours."""
+    declared = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}
+    for schema in OPTIONS.get(key, {key: declared.get(key)}).values():
+        if schema is None:
+            return None
+        tags = {f.name: f for f in fields(schema) if f.name in ("_target_", "kind")}
+        if "_target_" in tags and node.get("_target_") != tags["_target_"].default:
+            continue
+        if "kind" in tags and node.get("kind") not in tags["kind"].metadata["choices"]:
+            continue
+        return cast(type, schema)
+    return None
