@@ -1,0 +1,101 @@
+"""The executor: check that a chain fits, run it, close it in reverse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from stages.base import Stage
+from stages.errors import CompositionError
+from stages.flow import Delivery
+from stages.run import Clock, Run
+
+
+def check_chain(stages: Sequence[Stage]) -> None:
+    """Raise CompositionError, naming both stages, where one does not produce what the next consumes."""
+    if not stages:
+        raise CompositionError("recipe.stages is empty; see conf/recipe/full.yaml")
+    first, last = stages[0], stages[-1]
+    if first.consumes is not None:
+        raise CompositionError(
+            f"{_name(first)} needs {first.consumes.__name__} items, but nothing comes before it; start with gather_params"
+        )
+    for before, after in zip(stages, stages[1:], strict=False):
+        made, needed = before.produces, after.consumes
+        if needed is None or made is None or not issubclass(made, needed):
+            raise CompositionError(
+                f"{_name(before)} produces {_kind(made)}, but {_name(after)} after it consumes {_kind(needed)}; "
+                f"see recipe.stages"
+            )
+    if last.produces is not Delivery:
+        raise CompositionError(f"{_name(last)} is the last stage but delivers to no engine; end with notify_engines")
+
+
+def run_chain(stages: Sequence[Stage], run: Run) -> list[Delivery]:
+    """Stream one update through the chain; returns every delivery.
+
+    Whatever stops it, stages are closed in reverse and whoever waits inside one is woken first.
+    """
+    deliveries: list[Delivery] = []
+    with ExitStack() as closing:
+        links: list[_Timed] = []
+        items: Iterator[Any] = iter(())
+        for stage in stages:
+            generator = stage(items, run)
+            closing.callback(_close, generator)
+            items = _Timed(generator)
+            links.append(items)
+        try:
+            deliveries.extend(items)
+        except BaseException:
+            for stage in stages:
+                stage.abort()
+            raise
+        finally:
+            _count_self_time(stages, links, run.clock)
+    return deliveries
+
+
+class _Timed:
+    """An iterator that measures how long its consumer waits for it."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self.seconds = 0.0
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> Any:
+        start = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        _close(self._items)
+
+
+def _count_self_time(stages: Sequence[Stage], links: list[_Timed], clock: Clock) -> None:
+    upstream = 0.0
+    for stage, link in zip(stages, links, strict=True):
+        if stage.phase is not None:
+            clock.add(stage.phase, max(0.0, link.seconds - upstream))
+        upstream = link.seconds
+
+
+def _close(items: object) -> None:
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()
+
+
+def _name(stage: Stage) -> str:
+    return type(stage).__name__
+
+
+def _kind(kind: type | None) -> str:
+    return "nothing" if kind is None else kind.__name__

@@ -1,0 +1,104 @@
+"""Preflight: compare what is planned with what the engines expect, before a byte moves.
+
+Engines answer most of these mismatches with success and wrong output, or by dying; so this is where users are protected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stages.errors import PreflightError
+from stages.flow import Plan, TensorSpec, dtype_name
+from stages.gather.names import fusion_key
+
+# Parameters that checkpoints may hold and engines skip by design.
+_SKIPPED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_SHOWN = 40
+
+
+def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, Any], engine: str) -> None:
+    """Raise PreflightError listing every mismatch between the plan and `expected` (HF name -> dtype and shape).
+
+    Tied names may be sent or left out. Floating-point dtypes of two bytes and more may differ from each other only where the
+    engine casts, which is lossy or surprising, so they must not; fp8 against anything else is always wrong.
+    """
+    sent = {t.name: t for t in plan.tensors}
+    tied = {alias for group in plan.groups for alias, _ in group.aliases}
+    if config.get("tie_word_embeddings"):
+        tied.add("lm_head.weight")
+    unknown = [n for n in sent if n not in expected and n not in tied and not n.endswith(_SKIPPED_SUFFIXES)]
+    missing = [n for n in expected if n not in sent and n not in tied and not n.endswith(_SKIPPED_SUFFIXES)]
+    problems = _name_problems(unknown, missing)
+    for name, spec in sent.items():
+        if name in expected:
+            problems += _spec_problems(spec, expected[name])
+    problems += _fusion_problems(sent, expected)
+    if problems:
+        quantized = config.get("quantization_config")
+        if quantized and any("float8" in p or "scale" in p for p in problems):
+            method = quantized.get("quant_method", "unknown")
+            problems.append(
+                f"the engine serves a checkpoint quantized with {method}; add a quantize stage that makes it"
+            )
+        raise PreflightError(engine, _shorten(problems))
+
+
+def _name_problems(unknown: list[str], missing: list[str]) -> list[str]:
+    problems = [f"unknown name: {n}" for n in unknown] + [f"missing: {n}" for n in missing]
+    prefix = _prefix_between(unknown, missing)
+    if prefix is not None:
+        ours, theirs = prefix
+        problems.append(
+            f"hint: {ours or '(nothing)'!s} before names here is {theirs or '(nothing)'!s} in the engine; add a Rename stage"
+        )
+    return problems
+
+
+def _prefix_between(unknown: list[str], missing: list[str]) -> tuple[str, str] | None:
+    """The prefix by which the two lists differ, if one change of prefix explains a first pair of names."""
+    for ours in unknown[:1]:
+        for theirs in missing:
+            tail = _common_tail(ours, theirs)
+            if tail.count(".") >= 2:
+                return ours.removesuffix(tail), theirs.removesuffix(tail)
+    return None
+
+
+def _common_tail(a: str, b: str) -> str:
+    left, right = a.split("."), b.split(".")
+    count = 0
+    while count < min(len(left), len(right)) and left[-1 - count] == right[-1 - count]:
+        count += 1
+    return ".".join(left[len(left) - count :])
+
+
+def _spec_problems(ours: TensorSpec, theirs: TensorSpec) -> list[str]:
+    problems = []
+    if ours.shape != theirs.shape:
+        problems.append(f"shape: {ours.name} is {list(ours.shape)}, the engine has {list(theirs.shape)}")
+    if ours.dtype != theirs.dtype:
+        problems.append(
+            f"dtype: {ours.name} is {dtype_name(ours.dtype)}, the engine has {dtype_name(theirs.dtype)} "
+            f"(gather.dtype=auto casts to it where that is a plain cast)"
+        )
+    return problems
+
+
+def _fusion_problems(sent: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[str]:
+    """Sets that engines fuse must come whole: a half-sent one leaves uninitialised memory behind."""
+    sets: dict[str, list[str]] = {}
+    for name in expected:
+        sets.setdefault(fusion_key(name), []).append(name)
+    problems = []
+    for names in sets.values():
+        here = [n for n in names if n in sent]
+        if len(names) > 1 and here and len(here) < len(names):
+            problems.append(f"half of a fused set: {here} without {[n for n in names if n not in sent]}")
+    return problems
+
+
+def _shorten(problems: list[str]) -> list[str]:
+    if len(problems) <= _SHOWN:
+        return problems
+    return [*problems[:_SHOWN], f"... and {len(problems) - _SHOWN} more"]

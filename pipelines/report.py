@@ -1,0 +1,143 @@
+"""The report: a stable contract, returned by the API and written as report.json.
+
+    {"outcome": committed | aborted | tainted | refused, "version": str or null,
+     "updates": [{"version", "outcome", "attempts", "bytes", "tensors", "buckets", "error",
+                  "seconds": {"pause", "begin", "gather", "quantize", "pack", "wire", "apply", "commit", "resume",
+                              "transfer", "total"},
+                  "gb_per_s", "limit_gb_per_s", "limit_fraction",
+                  "engines": [{"url", "outcome", "version", "verified", "digest", "error"}]}],
+     "config": {...}, "libraries": {name: version}}
+
+Seconds are self-times, null where a phase did not happen or an engine merges it into another call; phases overlap, so they
+may add up to more than `transfer` (first bucket to last answer) and `total`. GB are 1e9 bytes; `gb_per_s` is bytes / transfer,
+and `limit_fraction` compares it with one memcpy of this machine, measured in this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+COMMITTED, ABORTED, TAINTED, REFUSED = "committed", "aborted", "tainted", "refused"
+_WORST_FIRST = (TAINTED, ABORTED, REFUSED, COMMITTED)
+PHASES = (
+    "pause",
+    "begin",
+    "gather",
+    "quantize",
+    "pack",
+    "wire",
+    "apply",
+    "commit",
+    "resume",
+    "transfer",
+    "total",
+)
+
+
+@dataclass
+class EngineReport:
+    """One engine's part in one update. `verified` is one of stages.backends.base.PROOFS or null."""
+
+    url: str
+    outcome: str = ABORTED
+    version: str | None = None
+    verified: str | None = None
+    digest: str | None = None
+    error: str | None = None
+
+
+@dataclass
+class UpdateReport:
+    """One update. Truthy when it was committed."""
+
+    version: str
+    outcome: str = ABORTED
+    attempts: int = 1
+    bytes: int = 0
+    tensors: int = 0
+    buckets: int = 0
+    seconds: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(PHASES))
+    gb_per_s: float | None = None
+    limit_gb_per_s: float | None = None
+    limit_fraction: float | None = None
+    engines: list[EngineReport] = field(default_factory=list)
+    error: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.outcome == COMMITTED
+
+    def measure(self) -> None:
+        """Fill in the rates from bytes and seconds."""
+        transfer = self.seconds.get("transfer")
+        if self.outcome == COMMITTED and transfer:
+            self.gb_per_s = self.bytes / transfer / 1e9
+            self.limit_gb_per_s = copy_limit()
+            self.limit_fraction = self.gb_per_s / self.limit_gb_per_s
+
+
+@dataclass
+class Report:
+    """All updates of one run."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    updates: list[UpdateReport] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        """The worst outcome of any update; "refused" when there was none."""
+        seen = {u.outcome for u in self.updates}
+        return next((o for o in _WORST_FIRST if o in seen), REFUSED)
+
+    @property
+    def version(self) -> str | None:
+        """The last version that was committed."""
+        return next((u.version for u in reversed(self.updates) if u.outcome == COMMITTED), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "outcome": self.outcome,
+            "version": self.version,
+            "updates": [asdict(u) for u in self.updates],
+            "config": self.config,
+            "libraries": library_versions(),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the old file or the new one."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        os.replace(temporary, path)
+
+
+@cache
+def library_versions() -> dict[str, str]:
+    """Versions of what was installed when this ran."""
+    found = {}
+    for name in ("weightstream", "torch", "transformers", "safetensors", "hydra-core", "requests", "numpy", "xxhash"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def copy_limit(nbytes: int = 64 << 20) -> float:
+    """GB/s of one single-threaded memcpy between touched buffers of this process, best of five."""
+    source, target = bytearray(nbytes), bytearray(nbytes)
+    here = (ctypes.c_char * nbytes).from_buffer(source)
+    there = (ctypes.c_char * nbytes).from_buffer(target)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        ctypes.memmove(there, here, nbytes)
+        best = min(best, time.perf_counter() - start)
+    return nbytes / best / 1e9

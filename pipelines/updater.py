@@ -1,0 +1,396 @@
+"""WeightUpdater: the one thing a trainer needs. Build it from config, open it once, call `update(model)` every step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from pipelines import config, preflight
+from pipelines.compose import compose_backend, compose_chain, compose_timeouts, transport_of
+from pipelines.executor import run_chain
+from pipelines.launch import EngineLauncher
+from pipelines.report import ABORTED, COMMITTED, REFUSED, TAINTED, EngineReport, Report, UpdateReport
+from pipelines.session import Session
+from pipelines.urls import normalize
+from pipelines.verify import Expectation
+from stages.backends.base import Engine, Keys
+from stages.comm import Comm
+from stages.errors import ConfigError, EngineError, UpdateFailed, WeightstreamError
+from stages.flow import GroupSpec, TensorSpec
+from stages.gather.checkpoint import Checkpoint
+from stages.run import Clock, Run
+
+log = logging.getLogger("weightstream")
+
+Progress = Callable[[int, int], None]  # bytes delivered so far, bytes in all
+
+
+class WeightUpdater:
+    """Pushes a trainer's weights into inference engines, update after update.
+
+    Every trainer rank makes one and calls the same methods in the same order; rank 0 talks to the engines. Use it as a context
+    manager, or call `open` and `close`.
+
+        with WeightUpdater.from_config(["backend=sglang", "transport=ipc", "engines=remote",
+                                        "engines.urls=[http://127.0.0.1:30000]"]) as updater:
+            for step in range(steps):
+                train_one_step(model)
+                updater.update(model)
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *, reference: str | Path | None = None, device: Any = "cpu") -> None:
+        """`settings` as `pipelines.config.load` returns them; see `from_config`."""
+        self.settings = settings
+        self._backend = compose_backend(settings)
+        self._stages = compose_chain(settings, self._backend)
+        transport = transport_of(self._stages)
+        self._reference = Path(p) if (p := reference or settings["session"]["reference"]) else None
+        self._run = Run(
+            comm=Comm(),
+            device=torch.device(device),
+            backend=self._backend,
+            transport=transport,
+            wire=self._backend.wire(transport.name),
+            timeouts=compose_timeouts(settings),
+            integrity=settings["session"]["integrity"] == "full",
+        )
+        self.report = Report(config=config.redacted(dict(settings)))
+        self._launcher = EngineLauncher()
+        self._known: list[Engine] = []
+        self._opened = False
+        self._planned: tuple[object, ...] | None = None
+        self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
+        self._config: dict[str, Any] = {}
+        self._background: ThreadPoolExecutor | None = None
+        self.on_progress: Progress | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        source: Sequence[str] | Mapping[str, Any] | None = None,
+        *,
+        reference: str | Path | None = None,
+        device: Any = "cpu",
+    ) -> Self:
+        """From overrides as on the command line (`["backend=vllm", ...]`), or a composed config.
+
+        `reference` is the HF checkpoint folder that the engines were started from: preflight compares with it, and embedded
+        engines serve it. Raises ConfigError or CompositionError before anything starts.
+        """
+        return cls(config.load(source), reference=reference, device=device)
+
+    # -- life ---------------------------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start embedded engines if asked to, and open every stage. Collective over all trainer ranks."""
+        if self._opened:
+            return
+        run = self._run
+        run.comm = Comm.from_torch(run.timeouts.agree)
+        run.comm.begin(-1)
+        self._opened = True
+        try:
+            with run.comm.together("open"):
+                if run.comm.is_head:
+                    self._connect()
+                run.reference = self._find_reference()
+                for stage in self._stages:
+                    stage.open(run)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release everything: groups, segments, engines that were started here. Safe to call twice."""
+        if not self._opened:
+            return
+        self._opened = False
+        if self._background is not None:
+            self._background.shutdown(wait=True)
+            self._background = None
+        try:
+            for stage in reversed(self._stages):
+                stage.close()
+        finally:
+            for engine in self._known:
+                engine.close()
+            self._known = []
+            self._launcher.close()
+
+    # -- engines --------------------------------------------------------------------------------------
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """URLs of the engines that updates go to."""
+        return tuple(e.url for e in self._known)
+
+    @property
+    def tainted(self) -> dict[str, str]:
+        """Engines that must not serve until a complete update, and why."""
+        return {e.url: e.state.tainted for e in self._known if e.state.tainted is not None}
+
+    def add_engines(self, urls: Sequence[str], tp: int = 1) -> None:
+        """From the next update on, also these."""
+        for url in urls:
+            normal = normalize(url)
+            if normal in self.engines:
+                raise ConfigError(f"{normal} is already an engine of this updater")
+            self._known.append(self._backend.engine(normal, tp, Keys.from_environment(), self._run.timeouts))
+
+    def remove_engines(self, urls: Sequence[str]) -> None:
+        """From the next update on, no longer these. They keep the version they have."""
+        for url in urls:
+            normal = normalize(url)
+            engine = next((e for e in self._known if e.url == normal), None)
+            if engine is None:
+                raise ConfigError(f"{normal} is not an engine of this updater; it has {list(self.engines)}")
+            self._run.transport.leave(engine)
+            self._known.remove(engine)
+            engine.close()
+
+    def generate(self, url: str, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens of one engine and their log-probabilities (natural logarithm)."""
+        engine = next(e for e in self._known if e.url == url)
+        return engine.generate(input_ids, max_new_tokens)
+
+    # -- updates ----------------------------------------------------------------------------------------
+    def update(self, model: Any, version: str | None = None) -> UpdateReport:
+        """Bring every engine to the weights of `model` (a torch module or an HF checkpoint folder).
+
+        `version` defaults to a running number. Collective over all trainer ranks. Returns a report whose outcome is committed;
+        raises UpdateFailed (with the report), or ConfigError, PreflightError and the like when nothing was touched.
+        """
+        if not self._opened:
+            raise ConfigError("the updater is not open; use it in a with block, or call open() first")
+        run = self._run
+        run.model = model
+        run.version = version or str(sum(u.outcome == COMMITTED for u in self.report.updates) + 1)
+        report = UpdateReport(run.version)
+        self.report.updates.append(report)
+        started = time.perf_counter()
+        try:
+            for attempt in range(1 + self.settings["session"]["retries"]):
+                report.attempts = attempt + 1
+                if self._attempt(report):
+                    break
+        finally:
+            report.seconds["total"] = time.perf_counter() - started
+        report.measure()
+        if report.outcome != COMMITTED:
+            raise UpdateFailed(f"version {run.version}: {report.outcome}: {report.error}", report) from self._cause
+        return report
+
+    def update_async(self, model: torch.nn.Module, version: str | None = None) -> Future[UpdateReport]:
+        """Like `update`, over a snapshot taken now, in the background; the trainer may change `model` at once.
+
+        The snapshot costs one copy of the model. One update runs at a time, in order.
+        """
+        snapshot = copy.deepcopy(model)
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="weightstream-update")
+        return self._background.submit(self.update, snapshot, version)
+
+    def _attempt(self, report: UpdateReport) -> bool:
+        """One whole update. False when it failed in a way that another attempt may cure."""
+        run = self._run
+        run.update += 1
+        run.clock = Clock()
+        run.folder = None
+        run.comm.begin(run.update)
+        session: Session | None = None
+        try:
+            expectation = self._make_ready(report)
+            if run.comm.is_head:
+                session = Session(run)
+            self._send(session, expectation, report)
+        except Exception as error:
+            return self._failed(session, error, report)
+        finally:
+            report.seconds |= {p: run.clock.seconds.get(p) for p in report.seconds if p != "total"}
+            if session is not None:
+                report.engines = [*session.reports.values(), *self._absent()]
+        report.outcome, report.error = COMMITTED, None
+        for stage in self._stages:
+            stage.committed(run.version)
+        return True
+
+    def _make_ready(self, report: UpdateReport) -> Expectation:
+        """Everything that can be done, or refused, before an engine is paused."""
+        run = self._run
+        report.outcome = REFUSED
+        with run.comm.together("probe"):
+            if run.comm.is_head:
+                self._probe()
+        self._plan()
+        plan = run.current_plan
+        report.tensors, report.buckets, report.bytes = len(plan.tensors), len(plan.buckets), plan.nbytes
+        hashes = run.comm.meet("plan", plan.hash)
+        if len(set(hashes)) > 1:
+            raise WeightstreamError(f"trainer ranks planned different updates: {hashes}; their models or configs differ")
+        with run.comm.together("preflight"):
+            if run.comm.is_head and self.settings["session"]["preflight"]:
+                self._preflight()
+        expectation = Expectation(self._stages, run)
+        if self.settings["session"]["verify"]["minimum"] == "digest":
+            expectation.compute()
+        with run.comm.together("prepare"):
+            for stage in self._stages:
+                stage.prepare(run)
+        report.outcome = ABORTED
+        return expectation
+
+    def _send(self, session: Session | None, expectation: Expectation, report: UpdateReport) -> None:
+        run, clock = self._run, self._run.clock
+        with run.comm.together("pause"), clock.time("pause"):
+            if session is not None:
+                session.pause()
+        with run.comm.together("begin"), clock.time("begin"):
+            if session is not None:
+                session.begin()
+        run.progress = self._progress(report.bytes)
+        with clock.time("transfer"):
+            run_chain(self._stages, run)
+        with run.comm.together("finish"):
+            if session is not None:
+                run.transport.publish(run)
+                session.prepare()
+                session.finish(self.settings["session"]["verify"]["minimum"], expectation.prove)
+
+    def _failed(self, session: Session | None, error: Exception, report: UpdateReport) -> bool:
+        """Leave everything so that the next update can run. Returns False, or raises what no retry cures."""
+        run = self._run
+        for stage in self._stages:
+            stage.aborted()
+        run.transport.discard(run)
+        report.error, self._cause = str(error), error
+        if session is None:
+            if report.outcome == REFUSED:
+                if run.comm.is_head:
+                    report.engines = [EngineReport(e.url, REFUSED, e.state.version) for e in self._known]
+                raise error
+            report.outcome = TAINTED if run.comm.world_size > 1 else report.outcome
+            log.warning("update %s, attempt %d failed: %s", run.version, report.attempts, error)
+            return False
+        session.abort(error)
+        for engine in run.engines:
+            if session.reports[engine.url].outcome != COMMITTED:
+                run.transport.leave(engine)
+        outcomes = {r.outcome for r in session.reports.values()}
+        report.outcome = TAINTED if TAINTED in outcomes else ABORTED
+        log.warning("update %s, attempt %d failed: %s", run.version, report.attempts, error)
+        return False
+
+    # -- the steps of getting ready ---------------------------------------------------------------------
+    def _connect(self) -> None:
+        engines = self.settings["engines"]
+        if engines["kind"] == "embedded":
+            model = engines["model"] or self._reference
+            if model is None:
+                raise ConfigError("engines=embedded needs a checkpoint to serve: set engines.model, or give reference=")
+            urls = self._launcher.start(
+                Path(model), self._backend.name, engines["count"], engines["tp"], engines["device"], engines["on_fatal"]
+            )
+        else:
+            urls = engines["urls"]
+        sizes = engines["tp"] if isinstance(engines["tp"], list) else [engines["tp"]] * len(urls)
+        for url, tp in zip(urls, sizes, strict=True):
+            self.add_engines([url], tp)
+
+    def _find_reference(self) -> Path | None:
+        """The checkpoint that describes what engines expect: as configured, or the one that they name if we can see it."""
+        if self._reference is not None:
+            return self._reference
+        for engine in self._known:
+            try:
+                named = engine.model_path()
+            except EngineError:
+                continue
+            if named and (Path(named) / "config.json").is_file():
+                return Path(named)
+        return None
+
+    def _probe(self) -> None:
+        """Choose the engines of this update: those that answer, if they are as many as `engines.required` wants."""
+        run = self._run
+        if not self._known:
+            raise ConfigError("there is no engine to update; set engines.urls, or call add_engines first")
+        failures: dict[str, EngineError] = {}
+        chosen = []
+        for engine in self._known:
+            before = engine.state.incarnation
+            try:
+                engine.probe()
+                chosen.append(engine)
+            except EngineError as error:
+                failures[engine.url] = error
+            if engine.url in failures or engine.state.incarnation != before:
+                run.transport.leave(engine)
+        required = self.settings["engines"]["required"]
+        need = len(self._known) if required == "all" else int(required)
+        if len(chosen) < need:
+            first = next(iter(failures.values()))
+            raise first if len(failures) == 1 else WeightstreamError("; ".join(str(e) for e in failures.values()))
+        run.engines = chosen
+        self._missed = failures
+
+    _cause: Exception | None = None
+    _missed: Mapping[str, EngineError] = {}
+
+    def _absent(self) -> list[EngineReport]:
+        return [EngineReport(url, REFUSED, error=str(error)) for url, error in self._missed.items()]
+
+    def _plan(self) -> None:
+        """Plan anew when the metadata changed; else the last plan, its layout and its hash serve on."""
+        run = self._run
+        run.expected = self._expected()
+        specs: tuple[GroupSpec, ...] = tuple(self._stages[0].plan((), run))
+        key = (specs, run.wire)
+        if key == self._planned and run.plan is not None:
+            return
+        self._planned = None
+        run.gathered = specs
+        for stage in self._stages[1:]:
+            specs = tuple(stage.plan(specs, run))
+        self._planned = key
+
+    def _expected(self) -> dict[str, TensorSpec] | None:
+        if self._run.reference is None:
+            return None
+        if self._run.expected is None:
+            checkpoint = Checkpoint(self._run.reference)
+            self._run.expected, self._config = checkpoint.specs, checkpoint.config
+        return self._run.expected
+
+    def _preflight(self) -> None:
+        run = self._run
+        if run.expected is None:
+            log.warning("preflight: nothing says what the engines expect; set session.reference to their checkpoint folder")
+            return
+        for engine in run.engines:
+            key = (run.current_plan.hash, engine.state.incarnation)
+            if self._checked.get(engine.url) != key:
+                preflight.check(run.current_plan, run.expected, self._config, engine.url)
+                self._checked[engine.url] = key
+
+    def _progress(self, total: int) -> Callable[[int], None]:
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if self.on_progress is not None:
+                self.on_progress(min(done, total), total)
+
+        return advance

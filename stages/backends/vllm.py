@@ -1,0 +1,200 @@
+"""vLLM: pause with a cache reset, start, updates, finish with the version, resume. Seen in 0.32.0; 0.33 by its source.
+
+The engine must run with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend": "weightstream"}'`: the plug-in that
+this package installs puts our own receiver (`stages.receiver`) into its workers. A forward pass between start and finish
+ends the engine, so it is paused first and stays so until finish succeeded. A tensor of a wrong shape cannot be repaired
+without a restart. On CPU a tied lm_head has a packed copy of its own, so tied names travel as tensors of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.backends.base import Backend, Engine, Keys
+from stages.backends.http import expect_dict
+from stages.errors import CompositionError, ConfigError, EngineError
+from stages.flow import Bucket, Shipment, plan_to_json
+from stages.run import Run, Timeouts, Wire
+from stages.transport.messages import DiskMessage, GroupInit, GroupMessage, IpcMessage
+
+_PAUSES = ("keep", "wait", "abort")
+
+
+class Vllm(Backend):
+    """`pause`: keep running requests frozen, wait for them, or abort them."""
+
+    name = "vllm"
+    transports = ("ipc", "nccl", "disk")
+
+    def __init__(self, pause: str = "keep") -> None:
+        if pause not in _PAUSES:
+            raise ConfigError(f"backend.pause: {pause!r} is not one of {', '.join(_PAUSES)}")
+        self.pause = pause
+
+    def wire(self, transport: str) -> Wire:
+        if transport == "disk":
+            return Wire(mixed=True, split=False, align=1, aliases="duplicate", digest=True)
+        return Wire(mixed=True, split=True, align=256, aliases="duplicate", digest=True)
+
+    def engine(self, url: str, tp: int, keys: Keys, timeouts: Timeouts) -> VllmEngine:
+        return VllmEngine(url, tp, keys, timeouts, self.pause)
+
+
+class VllmEngine(Engine):
+    """One vLLM server (all its workers)."""
+
+    def __init__(self, url: str, tp: int, keys: Keys, timeouts: Timeouts, pause: str) -> None:
+        super().__init__(url, tp, keys, timeouts)
+        self._pause = pause
+        self._started = False
+
+    def probe(self) -> None:
+        self.admin.get("/health", "probe", self.timeouts.control)
+        if self.state.version is not None and self._version("probe") != self.state.version:
+            self.restarted()
+        answer = self.admin.get("/get_world_size", "probe", self.timeouts.control, {"include_dp": "true"})
+        world = int(expect_dict(self.admin, answer, "probe", "/get_world_size").get("world_size", 0))
+        if world != self.tp:
+            raise CompositionError(f"{self.url}: the engine has {world} workers, engines.tp says {self.tp}")
+
+    def model_path(self) -> str | None:
+        models = expect_dict(self.api, self.api.get("/v1/models", "probe", self.timeouts.control), "probe", "/v1/models")
+        data = models.get("data") or [{}]
+        return data[0].get("root")
+
+    def attach(self, segments: list[str], slot_bytes: int) -> None:
+        info = {"transport": "ipc", "segments": segments, "slot_bytes": slot_bytes, "timeout": self.timeouts.put}
+        self._init(info, self.timeouts.control)
+
+    def join_group(self, init: GroupInit) -> None:
+        info = {
+            "transport": "nccl",
+            "master_address": init.master_address,
+            "master_port": init.master_port,
+            "rank_offset": init.rank_offset,
+            "world_size": init.world_size,
+            "group_name": init.group_name,
+            "backend": init.backend,
+            "slot_bytes": init.bucket_bytes,
+            "timeout": init.timeout,
+        }
+        self._init(info, init.timeout)
+
+    def leave_group(self, init: GroupInit) -> None:
+        self.state.known_plan = None
+        self.admin.post("/shutdown_weight_transfer_engine", "leave group", self.timeouts.control)
+
+    def pause(self, run: Run) -> None:
+        self.admin.post("/pause", "pause", self.timeouts.control, query={"mode": self._pause, "clear_cache": "true"})
+        self.state.paused = True
+        answer = self.admin.get("/is_paused", "pause", self.timeouts.control)
+        if expect_dict(self.admin, answer, "pause", "/is_paused").get("is_paused") is not True:
+            raise self.fail("pause", "/pause answered 200 but /is_paused says false")
+
+    def begin(self, run: Run) -> None:
+        self.state.begun = True
+        if run.transport.name == "disk":
+            return
+        try:
+            self.admin.post("/start_weight_update", "begin", self.timeouts.control)
+        except EngineError as error:
+            if error.status != 500 or "start" not in str(error).lower() and "active" not in str(error).lower():
+                raise
+            self.admin.post("/finish_weight_update", "begin", self.timeouts.put, {})  # left open by an update that died
+            self.admin.post("/start_weight_update", "begin", self.timeouts.control)
+        self._started = True
+
+    def put(self, shipment: Shipment, run: Run) -> None:
+        message, bucket = shipment.message, shipment.bucket
+        if isinstance(message, DiskMessage):
+            return
+        assert isinstance(message, IpcMessage | GroupMessage) and bucket.slot is not None
+        fresh = bucket.layout.seq == 0 and self.state.known_plan != bucket.plan.hash
+        info = {
+            "update": bucket.update,
+            "seq": bucket.layout.seq,
+            "plan_hash": bucket.plan.hash,
+            "plan": plan_to_json(bucket.plan) if fresh else None,
+            "slot": bucket.slot.index if isinstance(message, IpcMessage) else None,
+            "digest": None if bucket.digest is None else f"{bucket.digest:016x}",
+        }
+        try:
+            self.admin.post("/update_weights", "put", self.timeouts.put, {"update_info": info})
+        except EngineError:
+            self._started = False  # the engine closes the session by itself
+            self.state.known_plan = None
+            raise
+        self.state.known_plan = bucket.plan.hash
+
+    def commit(self, run: Run) -> None:
+        if run.transport.name == "disk":
+            body = {"method": "reload_weights", "kwargs": {"weights_path": run.folder}}
+            self.admin.post("/collective_rpc", "commit", self.timeouts.put, body)
+            self.admin.post(
+                "/update_weight_version", "commit", self.timeouts.control, {"new_version": run.version}
+            )
+            return
+        self._started = False
+        self.admin.post("/finish_weight_update", "commit", self.timeouts.put, {"weight_version": run.version})
+
+    def abort(self, run: Run) -> None:
+        if self._started:
+            self._started = False
+            self.admin.post("/finish_weight_update", "abort", self.timeouts.put, {})
+
+    def resume(self, run: Run) -> None:
+        self.admin.post("/resume", "resume", self.timeouts.control)
+
+    def verify(self, run: Run) -> str:
+        seen = self._version("verify")
+        if seen != run.version:
+            raise self.fail("verify", f"weight_version is {seen!r}, {run.version!r} was committed")
+        own_receiver = run.transport.name != "disk"
+        return "digest" if own_receiver and run.integrity and run.device.type == "cpu" else "version"
+
+    def encode_ipc(self, bucket: Bucket, run: Run) -> str:
+        return ""  # our receiver has the slots mapped and is told their index
+
+    def generate(self, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
+        models = expect_dict(self.api, self.api.get("/v1/models", "generate", self.timeouts.control), "generate", "/v1/models")
+        body = {
+            "model": models["data"][0]["id"],
+            "prompt": input_ids,
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "logprobs": 1,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = expect_dict(
+            self.api, self.api.post("/v1/completions", "generate", self.timeouts.control, body), "generate", "/v1/completions"
+        )
+        choice = answer["choices"][0]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    def _init(self, info: dict[str, Any], timeout: float) -> None:
+        self.state.known_plan = None
+        try:
+            self.admin.post("/init_weight_transfer_engine", "join", timeout, {"init_info": info})
+        except EngineError as error:
+            hint = _hint(error)
+            raise self.fail("join", f"{error}{hint}", status=error.status, body=error.body) from error if hint else error
+
+    def _version(self, phase: str) -> str | None:
+        try:
+            answer = self.admin.get("/weight_info", phase, self.timeouts.control)
+        except EngineError as error:
+            raise self.fail(phase, f"{error}{_hint(error)}", status=error.status, body=error.body) from error
+        return expect_dict(self.admin, answer, phase, "/weight_info").get("weight_version")
+
+
+def _hint(error: EngineError) -> str:
+    """What to do about answers that mean: not started the way it must be."""
+    if error.status == 404:
+        return "; start vLLM with VLLM_SERVER_DEV_MODE=1, without which it has no weight routes"
+    if "not configured" in error.body or "Invalid init_info" in error.body:
+        return (
+            "; start vLLM with --weight-transfer-config '{\"backend\": \"weightstream\"}' and the weightstream package "
+            "installed in its environment"
+        )
+    return ""

@@ -1,0 +1,190 @@
+"""The engine's end of our own wire: what runs inside an engine worker that has weightstream installed.
+
+    init(init_info)                    once per trainer and generation: how the bytes will come
+    start()                            a new update: nothing received yet
+    receive(update_info, sink) ...     one call per bucket, in order; checked, then handed to `sink` piece by piece
+    finish()                           all buckets were here, exactly once
+    shutdown()                         drop mappings and groups
+
+Everything is JSON. init_info: `{"transport": "ipc" | "nccl", "timeout": s, "segments": [name...], "slot_bytes": n}` or
+`{"transport": "nccl", "timeout": s, "master_address", "master_port", "rank_offset", "world_size", "group_name",
+"backend", "slot_bytes"}`. update_info: `{"update": id, "seq": n, "plan_hash": hash, "plan": plan or null,
+"slot": index or null, "digest": xxh3-64 as 16 hex digits or null}`; the plan comes along only when the receiver cannot have it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from stages.digest import bytes_digest
+from stages.errors import PlanMismatch, TransportError
+from stages.flow import BucketLayout, Plan, TensorSpec, plan_from_json
+from stages.transport.group import BroadcastGroup
+from stages.transport.messages import GroupInit
+from stages.transport.shm import attach
+
+# (tensor, byte within the tensor, the bytes: uint8 view valid during the call)
+Sink = Callable[[TensorSpec, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class InitInfo:
+    """How the bytes of all following updates come. See the module's docstring."""
+
+    transport: str
+    timeout: float
+    slot_bytes: int
+    segments: tuple[str, ...] = ()
+    master_address: str = ""
+    master_port: int = 0
+    rank_offset: int = 0
+    world_size: int = 0
+    group_name: str = ""
+    backend: str = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateInfo:
+    """One bucket. See the module's docstring."""
+
+    update: int
+    seq: int
+    plan_hash: str
+    plan: dict[str, Any] | None = None
+    slot: int | None = None
+    digest: str | None = None
+
+
+def _parse(cls: type, info: dict[str, Any]) -> Any:
+    known = {f.name for f in fields(cls)}
+    if unknown := sorted(set(info) - known):
+        raise TransportError(f"{cls.__name__}: unknown keys {unknown}, known are {sorted(known)}")
+    try:
+        return cls(**info)
+    except TypeError as error:
+        raise TransportError(f"{cls.__name__}: {error}") from error
+
+
+class Receiver:
+    """One engine rank's receiving end. `rank` is the rank within the engine (0..world of this engine - 1)."""
+
+    def __init__(self, rank: int, device: torch.device | str = "cpu") -> None:
+        self.rank = rank
+        self.device = torch.device(device)
+        self._source: _Segments | _Broadcast | None = None
+        self._plan: Plan | None = None
+        self._update: int | None = None
+        self._next = 0
+
+    def init(self, info: dict[str, Any]) -> None:
+        """Map the sender's segments or join its group; replaces what an earlier init made. Raises TransportError."""
+        parsed: InitInfo = _parse(InitInfo, info)
+        self.shutdown()
+        if parsed.transport == "ipc":
+            self._source = _Segments(parsed)
+        elif parsed.transport == "nccl":
+            self._source = _Broadcast(parsed, self.rank, self.device)
+        else:
+            raise TransportError(f"init_info: transport {parsed.transport!r} is not one of ipc, nccl")
+
+    def start(self) -> None:
+        """Expect bucket 0 of a new update. Raises TransportError before init."""
+        if self._source is None:
+            raise TransportError("no init_info yet: the trainer must initialise the transfer first")
+        self._update, self._next = None, 0
+
+    def receive(self, info: dict[str, Any], sink: Sink) -> None:
+        """Take the bucket that `info` describes and hand its entries to `sink`, in order.
+
+        Raises PlanMismatch (unknown plan, wrong order) before the bytes move, TransportError when they do not arrive or
+        their digest differs; `sink` is called only after the digest was checked.
+        """
+        if self._source is None:
+            raise TransportError("no init_info yet: the trainer must initialise the transfer first")
+        parsed: UpdateInfo = _parse(UpdateInfo, info)
+        layout = self._expect(parsed)
+        memory = self._source.fetch(layout, parsed.slot)
+        if parsed.digest is not None and f"{bytes_digest(memory):016x}" != parsed.digest:
+            raise TransportError(
+                f"bucket {parsed.seq}: digest {bytes_digest(memory):016x} differs from the sender's {parsed.digest}"
+            )
+        for entry in layout.entries:
+            sink(entry.spec, entry.start, memory[entry.offset : entry.offset + entry.nbytes])
+        self._next += 1
+
+    def finish(self) -> None:
+        """Check that every bucket of the update was received. Raises PlanMismatch otherwise."""
+        total = len(self._plan.buckets) if self._plan else 0
+        if self._update is None or self._next != total:
+            raise PlanMismatch(f"update incomplete: {self._next} of {total} buckets received")
+        self._update, self._next = None, 0
+
+    def shutdown(self) -> None:
+        """Drop mappings and connections. Safe to call twice."""
+        source, self._source = self._source, None
+        self._plan = None
+        if source is not None:
+            source.close()
+
+    def _expect(self, info: UpdateInfo) -> BucketLayout:
+        if info.plan is not None:
+            self._plan = plan_from_json(info.plan)
+        if self._plan is None or self._plan.hash != info.plan_hash:
+            known = self._plan.hash if self._plan else "none"
+            raise PlanMismatch(f"unknown plan {info.plan_hash} (known: {known}); send the plan along with bucket 0")
+        if info.seq == 0 and self._next == 0:
+            self._update = info.update
+        if info.update != self._update or info.seq != self._next or info.seq >= len(self._plan.buckets):
+            raise PlanMismatch(
+                f"bucket {info.seq} of update {info.update} arrived where bucket {self._next} of update {self._update} "
+                f"was due ({len(self._plan.buckets)} in all)"
+            )
+        return self._plan.buckets[info.seq]
+
+
+class _Segments:
+    """Bytes lie in shared-memory segments, one per slot of the sender's ring."""
+
+    def __init__(self, info: InitInfo) -> None:
+        self._slots = [attach(name, info.slot_bytes) for name in info.segments]
+
+    def fetch(self, layout: BucketLayout, slot: int | None) -> torch.Tensor:
+        if slot is None or not 0 <= slot < len(self._slots):
+            raise TransportError(f"bucket {layout.seq}: slot {slot} is not one of the {len(self._slots)} mapped")
+        if layout.nbytes > self._slots[slot].numel():
+            raise TransportError(f"bucket {layout.seq} of {layout.nbytes} bytes exceeds its slot")
+        return self._slots[slot][: layout.nbytes]
+
+    def close(self) -> None:
+        self._slots.clear()
+
+
+class _Broadcast:
+    """Bytes are broadcast from the trainer into one reused buffer."""
+
+    def __init__(self, info: InitInfo, rank: int, device: torch.device) -> None:
+        init = GroupInit(
+            info.master_address,
+            info.master_port,
+            info.rank_offset,
+            info.world_size,
+            info.group_name,
+            info.backend,
+            info.timeout,
+        )
+        self._group = BroadcastGroup.join(init, info.rank_offset + rank, device)
+        self._buffer = torch.zeros(info.slot_bytes, dtype=torch.uint8, device=device)
+
+    def fetch(self, layout: BucketLayout, slot: int | None) -> torch.Tensor:
+        if layout.nbytes > self._buffer.numel():
+            raise TransportError(f"bucket {layout.seq} of {layout.nbytes} bytes exceeds {self._buffer.numel()}")
+        memory = self._buffer[: layout.nbytes]
+        self._group.broadcast(memory)
+        return memory
+
+    def close(self) -> None:
+        self._group.destroy()

@@ -1,0 +1,101 @@
+"""What a stage is given besides its items: everything about this run that is not its own setting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stages.comm import Comm
+from stages.flow import GroupSpec, Plan, TensorSpec
+
+if TYPE_CHECKING:
+    from stages.backends.base import Backend, Engine
+    from stages.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds for each kind of wait; all must be positive."""
+
+    connect: float = 5.0  # until an engine's port answers
+    control: float = 60.0  # pause, begin, commit, flush, resume, version
+    put: float = 120.0  # one bucket, and waiting for a free slot
+    group: float = 60.0  # forming a process group, one broadcast
+    agree: float = 120.0  # trainer ranks waiting for one another
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How buckets must be laid out for whoever decodes them.
+
+    `mixed`: may a bucket hold several dtypes. `split`: may a tensor be cut across buckets. `align`: entries start at
+    multiples of this many bytes; 1 means no padding at all, entries then go widest item first so that none is misaligned.
+    `aliases`: send tied names as tensors of their own ("duplicate") or not at all ("omit"). `digest`: the receiver checks one.
+    """
+
+    mixed: bool = True
+    split: bool = False
+    align: int = 1
+    aliases: str = "omit"
+    digest: bool = False
+
+
+class Clock:
+    """Self-time per phase in seconds, summed over the update."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def time(self, phase: str) -> _Timer:
+        """`with clock.time("pause"): ...`"""
+        return _Timer(self, phase)
+
+
+class _Timer:
+    def __init__(self, clock: Clock, phase: str) -> None:
+        self._clock, self._phase = clock, phase
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.add(self._phase, time.perf_counter() - self._start)
+
+
+@dataclass
+class Run:
+    """One trainer rank's view of the current update. Made once per updater; the update's own fields change."""
+
+    comm: Comm
+    device: torch.device
+    backend: Backend
+    transport: Transport
+    wire: Wire
+    timeouts: Timeouts
+    integrity: bool = True
+    engines: list[Engine] = field(default_factory=list)  # those that take part in this update
+    model: Any = None  # what gather reads: a module or a checkpoint folder
+    expected: dict[str, TensorSpec] | None = None  # what the engines' checkpoint holds, where known
+    gathered: tuple[GroupSpec, ...] = ()  # what the first stage yields, in order
+    plan: Plan | None = None
+    folder: str | None = None  # where a disk transport published this version, as engines see it
+    reference: Path | None = None  # HF checkpoint folder that describes the model
+    update: int = 0  # counts every attempt of this updater
+    version: str = ""
+    clock: Clock = field(default_factory=Clock)
+    progress: Callable[[int], None] = lambda nbytes: None  # called with the bytes of every delivered bucket
+
+    @property
+    def current_plan(self) -> Plan:
+        """The plan of this update. Raises RuntimeError before planning."""
+        if self.plan is None:
+            raise RuntimeError("no plan yet: Stage.plan runs before anything streams")
+        return self.plan

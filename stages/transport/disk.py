@@ -1,0 +1,197 @@
+"""disk: each update is a folder that is a complete HF checkpoint, made visible by one atomic rename.
+
+    <path>/<version>/model-00001-of-00007.safetensors ...   one file per bucket
+    <path>/<version>/model.safetensors.index.json           built from what was written
+    <path>/<version>/weightstream.json                      manifest: version, plan hash, size and xxh3-64 of each file's tensors
+    <path>/<version>/config.json, tokenizer files ...       copied from the reference checkpoint
+
+While it is written it is called `.tmp-<host>-<pid>-<random>`; what a dead process of this host left is removed. File format:
+https://huggingface.co/docs/safetensors (8 bytes header size, little endian; JSON header; the tensors back to back).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.digest import bytes_digest
+from stages.errors import ConfigError, TransportError
+from stages.flow import Bucket, BucketLayout, Plan, Shipment
+from stages.run import Run
+from stages.transport.base import Transport
+from stages.transport.messages import DiskMessage
+
+MANIFEST = "weightstream.json"
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+class Disk(Transport):
+    """Version folders under `path`, the newest `keep` of them kept.
+
+    `path_map` translates folder prefixes from the trainer's view to the engines' (`{"/mnt/a": "/data/a"}`); `fsync` makes a
+    published version survive a crash of the host.
+    """
+
+    name = "disk"
+
+    def __init__(self, path: str, keep: int = 2, fsync: bool = True, path_map: dict[str, str] | None = None) -> None:
+        if keep < 1:
+            raise ConfigError(f"transport.keep: {keep} must be at least 1, the version that engines serve")
+        self.path = Path(path)
+        self.keep, self.fsync = keep, fsync
+        self.path_map = path_map or {}
+        self._folder: Path | None = None
+        self._files: dict[str, dict[str, Any]] = {}
+        self._index: dict[str, str] = {}
+
+    def open(self, run: Run) -> None:
+        if run.comm.is_head:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _remove_leftovers(self.path)
+
+    def close(self) -> None:
+        self._drop()
+
+    def prepare(self, run: Run) -> None:
+        if not run.comm.is_head:
+            return
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.version):
+            raise ConfigError(f"version {run.version!r} cannot be a folder name; use letters, digits, '.', '_' and '-'")
+        if (self.path / run.version).exists():
+            raise ConfigError(f"{self.path / run.version} exists: a version is never overwritten; give another version")
+        need, free = run.current_plan.nbytes, shutil.disk_usage(self.path).free
+        if need > free:
+            raise TransportError(f"{self.path}: {need} bytes needed, {free} free; free some or set transport.path elsewhere")
+        self._drop()
+        self._files, self._index = {}, {}
+        self._folder = self.path / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._folder.mkdir(mode=0o700)
+
+    def ship(self, bucket: Bucket, run: Run) -> Shipment:
+        if bucket.slot is None or self._folder is None:
+            return Shipment(bucket, DiskMessage(""))
+        name = f"model-{bucket.layout.seq + 1:05d}-of-{len(bucket.plan.buckets):05d}.safetensors"
+        memory = bucket.memory.cpu()
+        _write_file(self._folder / name, header_of(bucket.layout), memory, self.fsync)
+        digest = bucket.digest if bucket.digest is not None else bytes_digest(memory)
+        self._files[name] = {"nbytes": bucket.layout.nbytes, "xxh3_64": f"{digest:016x}"}
+        self._index.update({e.spec.name: name for e in bucket.layout.entries})
+        return Shipment(bucket, DiskMessage(name))
+
+    def publish(self, run: Run) -> None:
+        if not run.comm.is_head or self._folder is None:
+            return
+        plan = run.current_plan
+        self._write_metadata(plan, run)
+        target = self.path / run.version
+        os.rename(self._folder, target)
+        self._folder = None
+        if self.fsync:
+            _sync(self.path)
+        run.folder = self._seen_by_engines(target)
+        self._prune()
+
+    def discard(self, run: Run) -> None:
+        self._drop()
+
+    def _write_metadata(self, plan: Plan, run: Run) -> None:
+        assert self._folder is not None
+        index = {"metadata": {"total_size": plan.nbytes}, "weight_map": self._index}
+        manifest = {"version": run.version, "plan_hash": plan.hash, "tensors": len(self._index), "files": self._files}
+        for name, content in (("model.safetensors.index.json", index), (MANIFEST, manifest)):
+            (self._folder / name).write_text(json.dumps(content, indent=1))
+        if run.reference is not None:
+            for source in run.reference.iterdir():
+                if source.is_file() and source.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in source.name:
+                    shutil.copyfile(source, self._folder / source.name)
+        if self.fsync:
+            for file in self._folder.iterdir():
+                _sync(file)
+            _sync(self._folder)
+
+    def _seen_by_engines(self, folder: Path) -> str:
+        text = str(folder.resolve())
+        for here, there in self.path_map.items():
+            if text == here or text.startswith(here.rstrip("/") + "/"):
+                return there.rstrip("/") + text[len(here.rstrip("/")) :]
+        return text
+
+    def _prune(self) -> None:
+        """Remove all but the newest `keep` published versions; folders without our manifest are not ours."""
+        ours = [p for p in self.path.iterdir() if not p.name.startswith(".") and (p / MANIFEST).is_file()]
+        for old in sorted(ours, key=lambda p: p.stat().st_mtime_ns, reverse=True)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _drop(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def header_of(layout: BucketLayout) -> bytes:
+    """The safetensors header of a bucket: 8 bytes size, then JSON padded with spaces to a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for e in layout.entries:
+        if e.spec.dtype not in _DTYPES:
+            raise TransportError(f"{e.spec}: safetensors has no name for this dtype")
+        entries[e.spec.name] = {
+            "dtype": _DTYPES[e.spec.dtype],
+            "shape": list(e.spec.shape),
+            "data_offsets": [e.offset, e.offset + e.nbytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_file(path: Path, header: bytes, memory: torch.Tensor, fsync: bool) -> None:
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+            for part in (memoryview(header), memoryview(memory.numpy())):
+                while part:
+                    part = part[file.write(part) :]
+            if fsync:
+                os.fsync(file.fileno())
+    except OSError as error:
+        hint = "; the disk is full" if error.errno == errno.ENOSPC else ""
+        raise TransportError(f"cannot write {path}: {error.strerror}{hint}; see transport.path") from error
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Folders that a dead process of this host was still writing."""
+    prefix = f".tmp-{socket.gethostname()}-"
+    for folder in root.glob(f"{prefix}*"):
+        pid = folder.name.removeprefix(prefix).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,43 @@
+"""What a transport tells an adapter about one bucket or group; adapters turn these into their engine's requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IpcMessage:
+    """Shared memory or CUDA IPC: per engine URL, one encoded payload per engine rank, made by the adapter's `encode_ipc`."""
+
+    payloads: dict[str, list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMessage:
+    """The bytes will be broadcast from rank 0 of a process group: its name, by engine URL."""
+
+    group_names: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskMessage:
+    """One file of a version folder, written but not yet published."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInit:
+    """How an engine joins a process group in which the trainer is rank 0.
+
+    Engine rank r of this engine joins as `rank_offset + r`; `world_size` counts the trainer.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+    timeout: float
+    bucket_bytes: int = 0

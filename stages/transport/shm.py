@@ -1,0 +1,121 @@
+"""Shared memory that torch engines can open as it is, and that we can map without torch's help.
+
+A segment is a torch storage shared by file name (POSIX shared memory, mode 0600, random name). Its layout, seen in torch
+2.4 to 2.14: a 64-byte header whose first integer counts the processes that hold it, then the bytes. torch's own
+`torch_shm_manager` removes the file when this process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import mmap
+import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from stages.errors import TransportError
+
+SHM_DIR = Path("/dev/shm")
+HEADER_BYTES = 64
+
+
+class Segment:
+    """One shared buffer of `nbytes`, touched once. The creator is the only one who removes the file.
+
+    Raises TransportError when /dev/shm has not that much room.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        need = nbytes + HEADER_BYTES
+        room = os.statvfs(SHM_DIR)
+        free = room.f_bavail * room.f_frsize
+        if need > free:
+            raise _no_room(need, free)
+        self._storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)  # type: ignore[attr-defined]
+        _, handle, _ = self._storage._share_filename_cpu_()
+        self._storage._shared_incref()  # type: ignore[attr-defined]  # never the last: torch aborts if it cannot unlink
+        self.name: str = handle.decode().lstrip("/")
+        self.nbytes = nbytes
+        # Reserve the pages: a full /dev/shm is an error here, not a SIGBUS at the first write.
+        with open(SHM_DIR / self.name, "r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, need)
+            except OSError as error:
+                self.unlink()
+                if error.errno == errno.ENOSPC:
+                    raise _no_room(need, free) from error
+                raise
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
+        self.memory.zero_()
+
+    def lend(self, consumers: int) -> None:
+        """Count `consumers` more processes that will open the segment through torch, each of which counts itself out."""
+        for _ in range(consumers):
+            self._storage._shared_incref()  # type: ignore[attr-defined]
+
+    def unlink(self) -> None:
+        """Remove the file; memory that is still mapped somewhere stays valid there."""
+        with contextlib.suppress(FileNotFoundError):
+            (SHM_DIR / self.name).unlink()
+
+
+def _no_room(need: int, free: int) -> TransportError:
+    return TransportError(
+        f"need {need} bytes of shared memory (/dev/shm), {free} are free; lower bucket.capacity or bucket.slots, "
+        f"or give the container more (docker --shm-size)"
+    )
+
+
+def attach(name: str, nbytes: int) -> torch.Tensor:
+    """Map a segment of another process: uint8 [nbytes]. Never removes it and leaves no tracker behind.
+
+    Raises TransportError when it does not exist, is not ours to open, or is smaller than `nbytes`.
+    """
+    if "/" in name or not name.startswith("torch_"):
+        raise TransportError(f"{name!r} is not the name of a shared-memory segment of ours")
+    path = SHM_DIR / name
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(
+            f"cannot open shared memory {path}: {error.strerror}; the sender is gone, or this engine does not share "
+            f"/dev/shm with it (containers need --ipc=host or a common /dev/shm)"
+        ) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size < nbytes + HEADER_BYTES:
+            raise TransportError(f"shared memory {path} has {size} bytes, {nbytes + HEADER_BYTES} expected")
+        mapped = mmap.mmap(fd, nbytes + HEADER_BYTES)
+    finally:
+        os.close(fd)
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES, count=nbytes)
+
+
+class _HandlePickler(ForkingPickler):
+    """Pickles tensors as handles: CPU storages by file name, CUDA tensors as IPC handles; never the bytes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            if not obj.is_shared():
+                raise TransportError("a CPU tensor outside shared memory cannot be sent as a handle")
+            return reductions.rebuild_storage_filename, (torch.UntypedStorage, *obj._share_filename_cpu_())
+        return NotImplemented
+
+
+def handle_pickle(obj: Any) -> bytes:
+    """Pickle `obj` with every tensor in it replaced by a handle that another process on this host can open."""
+    out = io.BytesIO()
+    _HandlePickler(out, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return out.getvalue()
+
+
+def reduce_handle(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """`(rebuild function, its arguments)` of a handle, as torch's own reduction makes it."""
+    return reductions.reduce_tensor(tensor)
