@@ -69,11 +69,21 @@ def precheck(overrides: list[str], *, sweep: bool) -> None:
     mode = config.hydra.mode
     if not sweep and mode is not None and mode.name == "MULTIRUN":
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-        return precheck([*overrides, *params], sweep=True)
-    with _run_folder(config):
-        with open_dict(config):
-            del config["hydra"]
-        load(config)
+        precheck([*overrides, *params], sweep=True)
+        return
+    with open_dict(config):
+        config.hydra.runtime.output_dir = os.path.abspath(config.hydra.run.dir)
+    check_job(config)
+
+
+def check_job(config: DictConfig) -> None:
+    """Raise ConfigError unless `config`, with its hydra node and run folder, can be run."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        load({key: value for key, value in config.items() if key != "hydra"})
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def build(node: Mapping[str, Any], base: type[T], **extra: Any) -> T:
@@ -138,19 +148,6 @@ def _in_run_folder(name: str) -> str:
     if HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().runtime, "output_dir"):
         return str(Path(HydraConfig.get().runtime.output_dir) / name)
     raise ConfigError("there is no run folder outside of the command line")
-
-
-@contextmanager
-def _run_folder(config: DictConfig) -> Iterator[None]:
-    """What Hydra's run_job will do to `config`: tell where the run folder is."""
-    with open_dict(config):
-        config.hydra.runtime.output_dir = os.path.abspath(config.hydra.run.dir)
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(config)
-    try:
-        yield
-    finally:
-        HydraConfig.instance().cfg = before
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any, Union, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-
 PROOFS = ("acknowledged", "version", "checksum", "probe", "digest")  # of an update, the weakest first
 
 
@@ -64,7 +63,7 @@ class IpcConf:
 class NcclConf:
     _target_: str = "stages.transport.nccl.Nccl"
     address: str = MISSING
-    port: int = field(default=MISSING, metadata={"range": (1, 65535)})
+    port: int = field(default=MISSING, metadata={"range": (0, 65535)})
     groups: str = choice("one", "per_engine")
 
 

@@ -43,7 +43,7 @@ def unknown_key(path: str, siblings: Iterable[str], every_key: Iterable[str] = (
 
 
 def explain(error: Exception, root: DictConfig | None = None) -> ConfigError:
-    """A ConfigError for what Hydra or OmegaConf refused. `root`, the config without overrides, is searched for names."""
+    """A ConfigError for what Hydra or OmegaConf refused. `root`, without overrides, is searched for names."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_option(error.missing_cfg_file or "", error.options)

@@ -1,0 +1,1 @@
+"""The command line: Hydra around pipelines/main.py, errors in two lines, sweeps."""

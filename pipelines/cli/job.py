@@ -1,0 +1,100 @@
+"""One job: run the settings in a run folder, and say what came of it in a form that a sweep can list."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from pipelines import config
+from stages.errors import ConfigError, WeightstreamError
+
+log = logging.getLogger("weightstream")
+
+STATUS = "status.json"
+REPORT = "report.json"
+
+
+@dataclass
+class Status:
+    """What a job came to; `status.json` in its folder. `number` is its place in the sweep."""
+
+    number: int
+    overrides: list[str]
+    folder: str
+    exit_code: int = 0
+    error: str | None = None
+    traceback: str | None = None
+    report: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code != 0
+
+    def write(self) -> None:
+        values = asdict(self) | {"status": "failed" if self.failed else "completed"}
+        del values["report"]
+        target = Path(self.folder) / STATUS
+        unfinished = target.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(values, indent=1) + "\n")
+        os.replace(unfinished, target)
+
+    @classmethod
+    def read(cls, path: Path) -> Status:
+        values = json.loads(path.read_text())
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+    def read_report(self) -> None:
+        """Take in the job's report.json, if it came that far."""
+        path = Path(self.folder) / REPORT
+        self.report = json.loads(path.read_text()) if path.is_file() else None
+
+
+def run(cfg: DictConfig) -> Status:
+    """Run the job that Hydra composed, in the run folder that it made. Errors end here: told, logged and in the result.
+
+    Expected errors are two lines on stderr, with their traceback in the log; unexpected ones show it in both.
+    """
+    status = describe(HydraConfig.get())
+    try:
+        settings = config.load(cfg)
+        from pipelines.main import run as run_settings  # imports torch, which a refused config need not wait for
+
+        status.exit_code = run_settings(settings, Path(status.folder))
+    except WeightstreamError as error:
+        status.exit_code = 2 if isinstance(error, ConfigError) else 1
+        log.info("failed", exc_info=True)
+        show(error)
+        _keep(status, error)
+    except Exception as error:
+        status.exit_code = 1
+        log.exception("unexpected error")
+        _keep(status, error)
+    except KeyboardInterrupt:
+        log.info("interrupted")
+        raise
+    return status
+
+
+def describe(hydra: Any) -> Status:
+    """The job's number, overrides and folder."""
+    number = hydra.job.num if not OmegaConf.is_missing(hydra.job, "num") else 0
+    return Status(int(number), [str(o) for o in hydra.overrides.task], str(hydra.runtime.output_dir))
+
+
+def show(error: Exception) -> None:
+    """What is wrong, and what to do; without the traceback."""
+    print(f"weightstream: {error}", file=sys.stderr)
+
+
+def _keep(status: Status, error: Exception) -> None:
+    status.error = str(error) or type(error).__name__
+    status.traceback = "".join(traceback.format_exception(error))

@@ -1,0 +1,89 @@
+"""The end of a sweep: one table, results.csv, and every failed job with its overrides and traceback."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.cli.job import Status
+from pipelines.report_view import table_console
+
+_COLUMNS = ("outcome", "updates", "bytes", "seconds", "gb_per_s", "limit_fraction")
+
+
+def summarize(jobs: Sequence[Status], folder: str) -> None:
+    """Print the table, write `results.csv` into the sweep's folder, list what failed and why."""
+    console = table_console()
+    rows = [result_row(job) for job in jobs]
+    write_csv(rows, Path(folder) / "results.csv")
+    console.print(_table(rows))
+    failed = [job for job in jobs if job.failed]
+    for job in failed:
+        console.print(Text(f"\n#{job.number} failed: {' '.join(job.overrides)}", "bold red"), soft_wrap=True)
+        console.print(Text((job.traceback or job.error or "no error was recorded").rstrip()), soft_wrap=True)
+        console.print(Text(f"folder: {job.folder}"), soft_wrap=True)
+    if failed:
+        console.print(Text(f"\n{len(failed)} of {len(jobs)} jobs failed:", "bold red"), soft_wrap=True)
+        for job in failed:
+            console.print(
+                Text(f"  #{job.number}: {' '.join(job.overrides)}: {(job.error or '').splitlines()[0]}"), soft_wrap=True
+            )
+    console.print(Text(f"results: {Path(folder) / 'results.csv'}"), soft_wrap=True)
+
+
+def result_row(job: Status) -> dict[str, Any]:
+    """One line of results.csv: number, overrides by key, and medians over the updates after the first."""
+    report = job.report or {}
+    updates = report.get("updates", [])
+    warm = updates[1:] or updates
+    row: dict[str, Any] = {"job": job.number}
+    row |= dict(override.lstrip("+").partition("=")[::2] for override in job.overrides)
+    row |= {
+        "outcome": "failed" if job.failed and not updates else report.get("outcome", "failed"),
+        "updates": len(updates),
+        "bytes": _median([u.get("bytes") for u in warm]),
+        "seconds": _median([(u.get("seconds") or {}).get("total") for u in warm]),
+        "gb_per_s": _median([u.get("gb_per_s") for u in warm]),
+        "limit_fraction": _median([u.get("limit_fraction") for u in warm]),
+        "exit_code": job.exit_code,
+        "error": job.error or "",
+    }
+    return row
+
+
+def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """All rows under the union of their columns."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _median(values: Sequence[Any]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="sweep")
+    hidden = {"exit_code", "error"}
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
+    for column in columns:
+        table.add_column(column, justify="right" if column in _COLUMNS[1:] or column == "job" else "left")
+    for row in rows:
+        style = "red" if row["exit_code"] else None
+        table.add_row(*(Text(_cell(row.get(column))) for column in columns), style=style)
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 1e6 else f"{value:,.0f}"
+    return "-" if value is None else str(value)

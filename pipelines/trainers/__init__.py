@@ -1,0 +1,1 @@
+"""Where weights come from: a small model that really trains, or a checkpoint folder."""
