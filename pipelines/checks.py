@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
-from typing import Any
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +15,9 @@ from pipelines import schema
 from pipelines.suggest import did_you_mean, dotted, explain, unknown_key
 from pipelines.urls import normalize_all
 from stages.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance as Schema
 
 # The words of a recipe, and the node of the config that each is built from.
 STAGES = {"gather_params": "gather"} | {
@@ -35,7 +38,7 @@ def check(tree: dict[str, Any], folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for f in fields(schema.Config):
         value = tree[f.name]
-        if isinstance(value, dict) or is_dataclass(f.default_factory):
+        if isinstance(value, dict) or schema.nested(f) is not None:
             result[f.name] = _node(f.name, value, every, folder)
         elif f.metadata or f.type == "int":
             result[f.name] = _scalar(f, f.name, value, folder)
@@ -83,20 +86,21 @@ def _node(key: str, value: Any, every: list[str], folder: str) -> Any:
     return _values(found, key, plain, folder)
 
 
-def _no_unknown(found: type, path: str, value: dict[str, Any], every: list[str]) -> None:
+def _no_unknown(found: type[Schema], path: str, value: dict[str, Any], every: list[str]) -> None:
     known = {f.name: f for f in fields(found)}
     for name, inner in value.items():
         if name not in known:
             raise unknown_key(f"{path}.{name}", known, every)
-        factory = known[name].default_factory
-        if isinstance(factory, type) and is_dataclass(factory) and isinstance(inner, dict):
-            _no_unknown(factory, f"{path}.{name}", inner, every)
+        deeper = schema.nested(known[name])
+        if deeper is not None and isinstance(inner, dict):
+            _no_unknown(deeper, f"{path}.{name}", inner, every)
 
 
-def _values(found: type, path: str, plain: Any, folder: str) -> dict[str, Any]:
+def _values(found: type[Schema], path: str, plain: Any, folder: str) -> dict[str, Any]:
     for f in fields(found):
-        if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
-            plain[f.name] = _values(f.default_factory, f"{path}.{f.name}", plain[f.name], folder)
+        deeper = schema.nested(f)
+        if deeper is not None:
+            plain[f.name] = _values(deeper, f"{path}.{f.name}", plain[f.name], folder)
         else:
             plain[f.name] = _scalar(f, f"{path}.{f.name}", plain[f.name], folder)
     return dict(plain)

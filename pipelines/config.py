@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
-from hydra.version import Version, VersionBase
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -81,7 +81,7 @@ def check_job(config: DictConfig) -> None:
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
-        load({key: value for key, value in config.items() if key != "hydra"})
+        load({str(key): value for key, value in config.items() if key != "hydra"})
     finally:
         HydraConfig.instance().cfg = before
 
@@ -161,7 +161,7 @@ def _hydra_at(folder: Path) -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = before
-        if isinstance(base, Version):  # else no Hydra app has chosen one yet
+        if base is not None and type(base) is not object:  # Hydra's mark for: no app has chosen one yet
             version.setbase(base)
         runtime.set("name", name)
 

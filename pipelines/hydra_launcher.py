@@ -155,8 +155,8 @@ class SubprocessLauncher(Launcher):
 def register() -> None:
     """Make the launcher known to Hydra, as `hydra/launcher=subprocess`.
 
-    Hydra takes launchers from modules called hydra_plugins.* only. There is no such top-level package here, so this module
-    gets a second name.
+    Hydra takes launchers from modules called hydra_plugins.* only. There is no such top-level package here, so this
+    module gets a second name.
     """
     plugins = Plugins.instance()  # first: it looks through the real hydra_plugins, if one is installed
     if importlib.util.find_spec("hydra_plugins") is None:

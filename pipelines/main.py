@@ -60,7 +60,7 @@ def _prove(updater: WeightUpdater, update: UpdateReport, trainer: Trainer) -> No
             for n, (score, logprob) in enumerate(zip(trainer.score(prompt, tokens), logprobs, strict=True)):
                 if max(abs(score.logprob - logprob), score.best - score.logprob) > trainer.tolerance:
                     engine.error = (
-                        f"token {n} after {prompt} is {tokens[n]} with logprob {logprob:.5f}; the trainer's own forward "
+                        f"token {n} after {prompt} is {tokens[n]} with logprob {logprob:.5f}; the trainer's forward "
                         f"gives it {score.logprob:.5f}, and {score.best:.5f} to the likeliest"
                     )
                     raise WeightstreamError(f"{engine.url} generates otherwise than the trainer: {engine.error}")

@@ -6,11 +6,15 @@ and in the constructors that take them. A test keeps the three equal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Union, cast
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Union
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance as Schema
 
 PROOFS = ("acknowledged", "version", "checksum", "probe", "digest")  # of an update, the weakest first
 
@@ -223,7 +227,7 @@ class SubprocessLauncherConf:
 
 
 # The options of the groups, by the name of their file in conf/.
-OPTIONS: dict[str, dict[str, type]] = {
+OPTIONS: Mapping[str, Mapping[str, type[Schema]]] = {
     "backend": {"lmdeploy": LmdeployConf, "sglang": SglangConf, "vllm": VllmConf},
     "transport": {"ipc": IpcConf, "nccl": NcclConf, "disk": DiskConf},
     "trainer": {"toy": ToyTrainerConf, "checkpoint": CheckpointTrainerConf},
@@ -245,9 +249,9 @@ def register() -> None:
     store.store(group="hydra/launcher", name="subprocess", node=SubprocessLauncherConf, provider="weightstream")
 
 
-def schema_of(key: str, node: Any) -> type | None:
+def schema_of(key: str, node: Any) -> type[Schema] | None:
     """The dataclass that describes `node` at top-level `key`, or None for a component that is not ours."""
-    declared = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}
+    declared = {f.name: nested(f) for f in fields(Config)}
     for schema in OPTIONS.get(key, {key: declared.get(key)}).values():
         if schema is None:
             return None
@@ -256,5 +260,11 @@ def schema_of(key: str, node: Any) -> type | None:
             continue
         if "kind" in tags and node.get("kind") not in tags["kind"].metadata["choices"]:
             continue
-        return cast(type, schema)
+        return schema
     return None
+
+
+def nested(f: Field[Any]) -> type[Schema] | None:
+    """The dataclass that a field holds, or None for a plain value."""
+    factory: Any = f.default_factory
+    return factory if isinstance(factory, type) and is_dataclass(factory) else None

@@ -136,7 +136,7 @@ def dotted(config: Container, prefix: str = "") -> list[str]:
     """Every key below, as `a.b.c`; without Hydra's own."""
     keys: list[str] = []
     if isinstance(config, DictConfig):
-        for key in config:
+        for key in map(str, config):
             if prefix == "" and key in ("hydra", "_target_"):
                 continue
             keys.append(f"{prefix}{key}")

@@ -31,9 +31,8 @@ def summarize(jobs: Sequence[Status], folder: str) -> None:
     if failed:
         console.print(Text(f"\n{len(failed)} of {len(jobs)} jobs failed:", "bold red"), soft_wrap=True)
         for job in failed:
-            console.print(
-                Text(f"  #{job.number}: {' '.join(job.overrides)}: {(job.error or '').splitlines()[0]}"), soft_wrap=True
-            )
+            reason = (job.error or "").partition("\n")[0]
+            console.print(Text(f"  #{job.number}: {' '.join(job.overrides)}: {reason}"), soft_wrap=True)
     console.print(Text(f"results: {Path(folder) / 'results.csv'}"), soft_wrap=True)
 
 

@@ -36,7 +36,5 @@ Exit codes: 0 every update committed and verified, 1 not so, 2 config refused, 1
 def text() -> str:
     """The help, with the groups that conf/ has now."""
     folders = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "__pycache__"))
-    lines = [
-        f"  {folder.name + ':':<12} {', '.join(sorted(f.stem for f in folder.glob('*.yaml')))}" for folder in folders
-    ]
-    return _TEXT.format(groups="\n".join(lines))
+    options = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+    return _TEXT.format(groups="\n".join(f"  {group + ':':<12} {', '.join(names)}" for group, names in options.items()))
