@@ -1,8 +1,8 @@
 """Digests of bytes and of weights, defined once for the trainer and for every engine end of ours.
 
-A bucket's digest is xxh3-64 over its used bytes. A tensor's digest is xxh3-128 over its contiguous bytes. The digest of a
-set of weights is xxh3-128 over one line per tensor, `name dtype shape digest`, sorted by name; tied aliases are not part
-of it.
+A bucket's digest is xxh3-64 over its used bytes. A tensor's digest is xxh3-128 over its contiguous bytes. The digest of
+a set of weights is xxh3-128 over one line per tensor, `name dtype shape digest`, sorted by name; tied aliases are not
+part of it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,33 @@ import xxhash
 from stages.flow import dtype_name
 
 
+# Bytes copied and hashed at a time: source and target of a piece stay in a core's own cache.
+PIECE = 256 << 10
+
+
+class RunningDigest:
+    """xxh3-64 over bytes as they pass."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, memory: Any) -> None:
+        """Take in more bytes: anything with the buffer protocol, contiguous."""
+        self._state.update(memory)
+
+    def value(self) -> int:
+        return self._state.intdigest()
+
+
 def bytes_digest(memory: torch.Tensor) -> int:
     """xxh3-64 over a flat uint8 tensor on the CPU, without a copy."""
-    return xxhash.xxh3_64_intdigest(memory.numpy())
+    return xxhash.xxh3_64_intdigest(memory.numpy().data)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3-128 over a tensor's contiguous bytes, as hex; without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return xxhash.xxh3_128_hexdigest(flat.numpy())
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def combine_digests(lines: Iterable[tuple[str, torch.dtype, tuple[int, ...], str]]) -> str:

@@ -1,0 +1,69 @@
+"""What an embedded engine is started with."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from stages.errors import ConfigError
+
+EMULATED = {"lmdeploy": "0.18.0", "sglang": "0.5.23", "vllm": "0.32.0"}
+SUPPORTED = {
+    "lmdeploy": ("0.18.0",),
+    "sglang": ("0.5.23", "0.5.20"),
+    "vllm": ("0.32.0", "0.33.0"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Checked on creation; raises ConfigError. Keys come from the environment, never from the command line."""
+
+    model: str
+    backend: str
+    tp: int = 1
+    dtype: str = "auto"
+    device: str = "cpu"
+    on_fatal: str = "answer"
+    engine_version: str = ""
+    prefix_cache: str = "auto"
+    group_timeout: float = 1800.0
+    max_body_bytes: int = 1 << 30
+    api_key: str | None = None
+    admin_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in EMULATED:
+            raise ConfigError(f"backend: {self.backend!r} is not one of {', '.join(EMULATED)}")
+        if self.tp < 1:
+            raise ConfigError(f"tp: {self.tp} is not a number of ranks")
+        if self.version not in SUPPORTED[self.backend]:
+            raise ConfigError(
+                f"engine_version: {self.version!r} of {self.backend} is not emulated, only "
+                f"{', '.join(SUPPORTED[self.backend])} are"
+            )
+
+    @property
+    def version(self) -> str:
+        """The engine release whose behaviour is copied."""
+        return self.engine_version or EMULATED[self.backend]
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """LMDeploy's default is off, since it has no way to flush."""
+        return self.backend != "lmdeploy" if self.prefix_cache == "auto" else self.prefix_cache == "on"
+
+
+def check_exposure(host: str, api_key: str | None) -> None:
+    """Raises ConfigError for an address that others can reach while no key is set: payloads change the weights."""
+    if api_key:
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f"host: {host} can be reached from other machines; set WEIGHTSTREAM_ENGINE_API_KEY in the engine's "
+            f"environment, or listen on 127.0.0.1"
+        )
