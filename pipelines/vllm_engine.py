@@ -119,9 +119,9 @@ class WeightstreamEngine(WeightTransferEngine[WeightstreamInitInfo, Weightstream
                 self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
+        self._receiver.finish()  # raises before anything is made final
         finalize_layerwise_reload(self.model, self.model_config)
         self._assembler.clear()
-        self._receiver.finish()
 
     def shutdown(self) -> None:
         self._receiver.shutdown()

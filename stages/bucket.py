@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stages.base import Stage
-from stages.digest import bytes_digest
+from stages.digest import PIECE, RunningDigest
 from stages.errors import ConfigError, PlanMismatch
 from stages.flow import Bucket as BucketItem
 from stages.flow import BucketLayout, Entry, Group, GroupSpec, Plan, Slot, TensorSpec
@@ -114,7 +114,9 @@ class _Filler:
 
     def __init__(self, plan: Plan, ring: Ring | None, run: Run) -> None:
         self._plan, self._ring, self._run = plan, ring, run
-        self._digest = run.integrity and run.wire.digest
+        # Only where tensors are packed in the order of their entries; a bucket on disk is hashed as it is written.
+        self._digest = run.integrity and run.wire.digest and run.wire.split and run.device.type == "cpu"
+        self._digests: dict[int, RunningDigest] = {}
         self._open: dict[int, Slot] = {}
         self._left = [len(b.entries) for b in plan.buckets]
         self._done = 0
@@ -125,7 +127,8 @@ class _Filler:
             if tensor.shape != spec.shape:
                 raise PlanMismatch(f"{spec.name}: planned shape {list(spec.shape)}, streamed {list(tensor.shape)}")
             if self._ring is not None:
-                _write(tensor, spec, self._slot(step.bucket), step)
+                slot = self._slot(step.bucket)
+                _write(tensor, spec, slot, step, self._digests.get(step.bucket))
             self._left[step.bucket] -= 1
             yield from self._complete()
 
@@ -146,6 +149,8 @@ class _Filler:
         if slot is None:
             assert self._ring is not None
             slot = self._open[bucket] = self._ring.acquire(self._run.timeouts.put)
+            if self._digest:
+                self._digests[bucket] = RunningDigest()
         return slot
 
     def _complete(self) -> Iterator[BucketItem]:
@@ -167,33 +172,40 @@ class _Filler:
         )
         if slot is not None and ring is not None:
             bucket._release = lambda: ring.release(slot)
-            if self._digest and slot.memory.device.type == "cpu":
-                bucket.digest = bytes_digest(bucket.memory)
+            if (digest := self._digests.pop(layout.seq, None)) is not None:
+                bucket.digest = digest.value()
         return bucket
 
 
-def _write(tensor: torch.Tensor, spec: TensorSpec, slot: Slot, step: _Copy) -> None:
+def _write(tensor: torch.Tensor, spec: TensorSpec, slot: Slot, step: _Copy, digest: RunningDigest | None) -> None:
     """One pass: a plain copy where the bytes already are as wanted, a casting and compacting one otherwise."""
     if step.nbytes == 0:
         return
     memory = slot.memory
     same = tensor.dtype == spec.dtype and tensor.is_contiguous()
     if same and memory.device.type == "cpu" and tensor.device.type == "cpu":
-        # memmove drops the GIL and beats torch's copy_ by half on large blocks.
-        ctypes.memmove(memory.data_ptr() + step.offset, tensor.data_ptr() + step.start, step.nbytes)
+        _copy_bytes(slot, step.offset, tensor.data_ptr() + step.start, step.nbytes, digest)
         return
-    target = memory[step.offset : step.offset + step.nbytes]
+    target = memory[step.offset : step.offset + step.nbytes].view(spec.dtype)
     if step.nbytes == spec.nbytes:
-        _typed(target, spec).copy_(tensor)
+        target.view(spec.shape).copy_(tensor)
+    else:  # a piece of a tensor that has to be cast or compacted: whole items, by the plan's cuts
+        item = spec.dtype.itemsize
+        target.copy_(tensor.reshape(-1)[step.start // item : (step.start + step.nbytes) // item])
+    if digest is not None:
+        digest.update(slot.view[step.offset : step.offset + step.nbytes])
+
+
+def _copy_bytes(slot: Slot, offset: int, source: int, nbytes: int, digest: RunningDigest | None) -> None:
+    """memmove drops the GIL and beats torch's copy_ by half on large blocks."""
+    target = slot.memory.data_ptr() + offset
+    if digest is None:
+        ctypes.memmove(target, source, nbytes)
         return
-    # A piece of a tensor that has to be cast or compacted: whole items, by the plan's cuts.
-    item = spec.dtype.itemsize
-    flat = tensor.reshape(-1)[step.start // item : (step.start + step.nbytes) // item]
-    target.view(spec.dtype).copy_(flat)
-
-
-def _typed(target: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return target.view(spec.dtype).view(spec.shape)
+    for start in range(0, nbytes, PIECE):
+        size = min(PIECE, nbytes - start)
+        ctypes.memmove(target + start, source + start, size)
+        digest.update(slot.view[offset + start : offset + start + size])
 
 
 def _unplanned(group: Group, plan: Plan) -> str:

@@ -176,12 +176,21 @@ class Slot:
     handle: Any = None
     lease: int = 0  # how often it was handed out: tells one use from the next
 
+    @property
+    def view(self) -> memoryview:
+        """The buffer as bytes, for hashing and writing. CPU only."""
+        if self._view is None:
+            self._view = memoryview(self.memory.numpy())
+        return self._view
+
+    _view: memoryview | None = field(default=None, repr=False)
+
 
 @dataclass(slots=True, eq=False)
 class Bucket:
     """A filled slot. Held until `release()`; on ranks that hold no bytes `slot` is None.
 
-    `digest` is xxh3-64 over the used bytes in entry order, or None where integrity is off.
+    `digest` is xxh3-64 over the entries' bytes in order, or None where nobody checks one.
     """
 
     layout: BucketLayout

@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 
-from stages.digest import bytes_digest
+from stages.digest import PIECE, RunningDigest
 from stages.errors import PlanMismatch, TransportError
-from stages.flow import BucketLayout, Plan, TensorSpec, plan_from_json
+from stages.flow import BucketLayout, Entry, Plan, TensorSpec, plan_from_json
 from stages.transport.group import BroadcastGroup
 from stages.transport.messages import GroupInit
 from stages.transport.shm import attach
+
+# A bucket of this number is refused, which is how an engine's update session is closed without finishing it.
+ABORT_SEQ = -1
 
 # (tensor, byte within the tensor, the bytes: uint8 view valid during the call)
 Sink = Callable[[TensorSpec, int, torch.Tensor], None]
@@ -57,6 +60,18 @@ class UpdateInfo:
     plan: dict[str, Any] | None = None
     slot: int | None = None
     digest: str | None = None
+
+
+def _hand_over(entry: Entry, memory: torch.Tensor, sink: Sink, digest: RunningDigest | None) -> None:
+    """One entry to the sink; piece by piece where it is hashed too, while the piece is in the cache."""
+    if digest is None or entry.nbytes == 0:
+        sink(entry.spec, entry.start, memory[entry.offset : entry.offset + entry.nbytes])
+        return
+    for start in range(0, entry.nbytes, PIECE):
+        first = entry.offset + start
+        piece = memory[first : first + min(PIECE, entry.nbytes - start)]
+        digest.update(piece.numpy())
+        sink(entry.spec, entry.start + start, piece)
 
 
 def _parse(cls: type, info: dict[str, Any]) -> Any:
@@ -100,20 +115,21 @@ class Receiver:
     def receive(self, info: dict[str, Any], sink: Sink) -> None:
         """Take the bucket that `info` describes and hand its entries to `sink`, in order.
 
-        Raises PlanMismatch (unknown plan, wrong order) before the bytes move, TransportError when they do not arrive or
-        their digest differs; `sink` is called only after the digest was checked.
+        Raises PlanMismatch (unknown plan, wrong order) before the bytes move, TransportError when they do not arrive or their
+        digest differs: that is known only once `sink` has had them, so the update has failed and must not be served.
         """
         if self._source is None:
             raise TransportError("no init_info yet: the trainer must initialise the transfer first")
         parsed: UpdateInfo = _parse(UpdateInfo, info)
         layout = self._expect(parsed)
         memory = self._source.fetch(layout, parsed.slot)
-        if parsed.digest is not None and f"{bytes_digest(memory):016x}" != parsed.digest:
-            raise TransportError(
-                f"bucket {parsed.seq}: digest {bytes_digest(memory):016x} differs from the sender's {parsed.digest}"
-            )
+        digest = RunningDigest() if parsed.digest is not None and memory.device.type == "cpu" else None
         for entry in layout.entries:
-            sink(entry.spec, entry.start, memory[entry.offset : entry.offset + entry.nbytes])
+            _hand_over(entry, memory, sink, digest)
+        if digest is not None and f"{digest.value():016x}" != parsed.digest:
+            raise TransportError(
+                f"bucket {parsed.seq} arrived changed: its digest is {digest.value():016x}, the sender's {parsed.digest}"
+            )
         self._next += 1
 
     def finish(self) -> None:
@@ -131,6 +147,9 @@ class Receiver:
             source.close()
 
     def _expect(self, info: UpdateInfo) -> BucketLayout:
+        if info.seq == ABORT_SEQ:
+            self._update, self._next = None, 0
+            raise PlanMismatch("the trainer gave this update up")
         if info.plan is not None:
             self._plan = plan_from_json(info.plan)
         if self._plan is None or self._plan.hash != info.plan_hash:

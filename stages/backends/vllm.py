@@ -14,6 +14,7 @@ from stages.backends.base import Backend, Engine, Keys
 from stages.backends.http import expect_dict
 from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment, plan_to_json
+from stages.receiver import ABORT_SEQ
 from stages.run import Run, Timeouts, Wire
 from stages.transport.messages import DiskMessage, GroupInit, GroupMessage, IpcMessage
 
@@ -100,7 +101,7 @@ class VllmEngine(Engine):
         except EngineError as error:
             if error.status != 500 or "start" not in str(error).lower() and "active" not in str(error).lower():
                 raise
-            self.admin.post("/finish_weight_update", "begin", self.timeouts.put, {})  # left open by an update that died
+            self._close_session("begin")  # left open by an update that died
             self.admin.post("/start_weight_update", "begin", self.timeouts.control)
         self._started = True
 
@@ -139,8 +140,13 @@ class VllmEngine(Engine):
 
     def abort(self, run: Run) -> None:
         if self._started:
-            self._started = False
-            self.admin.post("/finish_weight_update", "abort", self.timeouts.put, {})
+            self._close_session("abort")
+
+    def _close_session(self, phase: str) -> None:
+        """A refused bucket ends the session without finishing it, as any error does; the next update starts over."""
+        self._started = False
+        info = {"update": 0, "seq": ABORT_SEQ, "plan_hash": ""}
+        self.admin.raw("POST", "/update_weights", phase, self.timeouts.put, body={"update_info": info})
 
     def resume(self, run: Run) -> None:
         self.admin.post("/resume", "resume", self.timeouts.control)
