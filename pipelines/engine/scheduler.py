@@ -48,7 +48,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._stepping = False
         self._held = False
-        self._holders_waiting = 0
+        self._interrupts = 0
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
         self._thread.start()
@@ -110,13 +110,7 @@ class Scheduler:
     def exclusive(self, timeout: float | None = None) -> Iterator[None]:
         """No forward pass starts while this is held. Raises TimeoutError where it is held by somebody else too long."""
         with self._changed:
-            self._holders_waiting += 1
-            try:
-                free = self._changed.wait_for(lambda: not self._stepping and not self._held, timeout)
-            finally:
-                self._holders_waiting -= 1
-                self._changed.notify_all()
-            if not free:
+            if not self._interrupt(lambda: not self._stepping and not self._held, timeout):
                 raise TimeoutError("the weights are being written")
             self._held = True
         try:
@@ -145,13 +139,22 @@ class Scheduler:
     def _still(self) -> Iterator[None]:
         """Hold the lock between two steps."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._stepping)
+            self._interrupt(lambda: not self._stepping)
             yield
+            self._changed.notify_all()
+
+    def _interrupt(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait, with the lock held, until `ready`; the loop starts no step while somebody waits here."""
+        self._interrupts += 1
+        try:
+            return self._changed.wait_for(ready, timeout)
+        finally:
+            self._interrupts -= 1
             self._changed.notify_all()
 
     def _may_step(self) -> bool:
         work = bool(self.running) or (self.admitting and bool(self.waiting))
-        return work and not self.frozen and not self._held and not self._holders_waiting
+        return work and not self.frozen and not self._held and not self._interrupts
 
     def _loop(self) -> None:
         while True:

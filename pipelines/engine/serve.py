@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
@@ -21,6 +23,7 @@ from stages.errors import ConfigError
 API_KEY = "WEIGHTSTREAM_ENGINE_API_KEY"
 ADMIN_KEY = "WEIGHTSTREAM_ENGINE_ADMIN_KEY"
 GRACE_SECONDS = 0.7
+BACKLOG = 1024
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -46,14 +49,14 @@ def serve(arguments: argparse.Namespace) -> None:
     if arguments.exit_with_parent:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     engine = Engine(settings)
-    server = _Server(engine, listener)
-    server.run()
+    _Server(engine, listener).run_to_the_end()
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that holds its port from here on. Raises ConfigError where it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Named, not left to 0: only then does asyncio turn Nagle off, which else delays every answer by 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -68,29 +71,33 @@ def _exit_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _Server:
+class _Server(uvicorn.Server):
     """uvicorn over our socket, with an end that does not wait for whoever is stuck in a collective."""
 
     def __init__(self, engine: Engine, listener: socket.socket) -> None:
+        super().__init__(uvicorn.Config(make_app(engine), log_level="warning", access_log=False))
         self._engine = engine
         self._listener = listener
-        config = uvicorn.Config(make_app(engine), log_level="warning", access_log=False, timeout_keep_alive=5)
-        self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
 
-    def run(self) -> None:
+    def run_to_the_end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
+        self._listener.listen(BACKLOG)
         host, port = self._listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         ready = {"url": url, "pid": os.getpid(), "incarnation": self._engine.incarnation}
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        self._uvicorn.run(sockets=[self._listener])
+        self.run(sockets=[self._listener])
         self._engine.exit_now(0)
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would install its own handlers here, which wait for running requests."""
+        yield
+
     def _end(self, number: int, frame: FrameType | None) -> None:
-        self._uvicorn.should_exit = True
+        self.should_exit = True
         timer = threading.Timer(GRACE_SECONDS, self._engine.exit_now, (0,))
         timer.daemon = True
         timer.start()
