@@ -38,12 +38,12 @@ def check(tree: dict[str, Any], folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for f in fields(schema.Config):
         value = tree[f.name]
-        if isinstance(value, dict) or schema.nested(f) is not None:
+        if f.name == "quantize" and (value is None or value == {"_target_": None}):
+            result[f.name] = None
+        elif isinstance(value, dict) or schema.nested(f) is not None:
             result[f.name] = _node(f.name, value, every, folder)
         elif f.metadata or f.type == "int":
             result[f.name] = _scalar(f, f.name, value, folder)
-        elif value is None and f.name == "quantize":
-            result[f.name] = None
         else:
             options = schema.OPTIONS.get(f.name, {})
             raise ConfigError(f"{f.name}: {value!r} is not a component\n  {did_you_mean(value, options)}")

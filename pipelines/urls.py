@@ -36,6 +36,8 @@ def normalize(url: str) -> str:
         )
     if re.search(r"[\s\\]", rest) or not netloc:
         raise ConfigError(f"engine URL {text!r} is not a URL\n  write http://host:port")
+    if netloc.startswith("[") and not re.fullmatch(r"\[[^\[\]]+\](:\d*)?", netloc):
+        raise ConfigError(f"engine URL {text!r} is not a URL\n  write http://[::1]:port")
     if netloc.count(":") > 1 and not netloc.startswith("["):
         raise ConfigError(
             f"engine URL {text!r}: an IPv6 address needs brackets\n  write http://{_with_brackets(netloc)}"
