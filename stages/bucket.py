@@ -214,28 +214,24 @@ def _unplanned(group: Group, plan: Plan) -> str:
 
 
 def _copies_by_group(plan: Plan) -> dict[GroupSpec, tuple[_Copy, ...]]:
-    places: dict[str, list[tuple[int, Entry]]] = {}
-    for bucket in plan.buckets:
-        for entry in bucket.entries:
-            places.setdefault(entry.spec.name, []).append((bucket.seq, entry))
-    return {
-        group: tuple(
-            _Copy(index, seq, e.offset, e.nbytes, e.start)
-            for index, names in enumerate(_names_by_tensor(group))
-            for name in names
-            for seq, e in places.get(name, ())
-        )
+    """What to copy for each group, in the order of the plan's entries, so that no bucket is opened before its turn."""
+    sources = {
+        name: (group, index)
         for group in plan.groups
+        for index, spec in enumerate(group.tensors)
+        for name in (spec.name, *(alias for alias, target in group.aliases if target == spec.name))
     }
+    steps: dict[GroupSpec, list[_Copy]] = {group: [] for group in plan.groups}
+    for bucket in plan.buckets:
+        for e in bucket.entries:
+            group, index = sources[e.spec.name]
+            steps[group].append(_Copy(index, bucket.seq, e.offset, e.nbytes, e.start))
+    return {group: tuple(copies) for group, copies in steps.items()}
 
 
 def _open_at_once(plan: Plan, wire: Wire) -> int:
     """Buckets being filled at the same time: one, or one per dtype where dtypes may not mix."""
     return 1 if wire.mixed else max(1, len({t.dtype for t in plan.tensors}))
-
-
-def _names_by_tensor(group: GroupSpec) -> list[list[str]]:
-    return [[t.name, *(alias for alias, name in group.aliases if name == t.name)] for t in group.tensors]
 
 
 def make_plan(groups: tuple[GroupSpec, ...], capacity: int, wire: Wire) -> Plan:
