@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,13 +106,12 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """xxh3-128 of every name, dtype, shape, offset and cut, in order."""
-        text = "\n".join(
-            f"{b.seq} {e.spec.name} {dtype_name(e.spec.dtype)} {e.spec.shape} {e.offset} {e.nbytes} {e.start}"
+        """xxh3-128 of every name, dtype, shape, offset, cut and bucket size, in order."""
+        content = [
+            [b.nbytes, [[e.spec.name, dtype_name(e.spec.dtype), e.spec.shape, e.offset, e.nbytes, e.start] for e in b.entries]]
             for b in self.buckets
-            for e in b.entries
-        )
-        return xxhash.xxh3_128_hexdigest(text.encode())
+        ]
+        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -143,28 +143,58 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_from_json(data: dict[str, Any]) -> Plan:
-    """Inverse of `plan_to_json`. Raises PlanMismatch for anything malformed, overlapping bounds or a wrong hash."""
+def plan_from_json(data: Any) -> Plan:
+    """Inverse of `plan_to_json`, of whatever a stranger sent.
+
+    Raises PlanMismatch for anything malformed, for entries that overlap or lie outside, for tensors that do not arrive once
+    and whole, in order, and for a wrong hash.
+    """
     try:
-        specs = [TensorSpec(str(n), dtype_of(d), tuple(int(x) for x in s)) for n, d, s in data["tensors"]]
+        specs = tuple(TensorSpec(_text(n), dtype_of(_text(d)), tuple(map(_whole, s))) for n, d, s in data["tensors"])
         buckets = tuple(
             BucketLayout(
-                seq, tuple(Entry(specs[i], int(o), int(n), int(s)) for i, o, n, s in entries), int(nbytes)
+                seq,
+                tuple(Entry(specs[_whole(i)], _whole(o), _whole(n), _whole(s)) for i, o, n, s in entries),
+                _whole(nbytes),
             )
             for seq, (nbytes, entries) in enumerate(data["buckets"])
         )
-        expected = str(data["hash"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        expected = _text(data["hash"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PlanMismatch(f"malformed plan: {type(error).__name__}: {error}") from error
-    for bucket in buckets:
-        for e in bucket.entries:
-            inside = 0 <= e.offset and 0 <= e.nbytes and e.offset + e.nbytes <= bucket.nbytes
-            if not inside or e.start < 0 or e.start + e.nbytes > e.spec.nbytes or any(x < 0 for x in e.spec.shape):
-                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} lies outside its bucket or tensor")
+    _check_entries(specs, buckets)
     plan = Plan(tuple(GroupSpec((s,)) for s in specs), buckets)
     if plan.hash != expected:
         raise PlanMismatch(f"plan hash is {plan.hash}, the sender says {expected}")
     return plan
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where text belongs")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"a {type(value).__name__} where a whole number from 0 belongs")
+    return value
+
+
+def _check_entries(specs: tuple[TensorSpec, ...], buckets: tuple[BucketLayout, ...]) -> None:
+    arrived: dict[str, int] = {}
+    for bucket in buckets:
+        end = 0
+        for e in bucket.entries:
+            item = e.spec.dtype.itemsize
+            if e.offset < end or e.offset + e.nbytes > bucket.nbytes or (e.offset | e.start | e.nbytes) % item:
+                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} lies outside its bucket or place")
+            if e.start != arrived.get(e.spec.name, 0) or (e.nbytes == 0 and e.spec.name in arrived):
+                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} from byte {e.start} is out of order")
+            end, arrived[e.spec.name] = e.offset + e.nbytes, e.start + e.nbytes
+    whole = {s.name: s.nbytes for s in specs}
+    if len(whole) != len(specs) or arrived != whole:
+        raise PlanMismatch("malformed plan: some tensors do not arrive once and whole")
 
 
 @dataclass(slots=True, eq=False)
