@@ -1,0 +1,1 @@
+"""Every concept of stages/ and pipelines/ by itself."""
