@@ -13,7 +13,7 @@ from stages.base import Stage
 from stages.digest import PIECE, RunningDigest
 from stages.errors import ConfigError, PlanMismatch
 from stages.flow import Bucket as BucketItem
-from stages.flow import BucketLayout, Entry, Group, GroupSpec, Plan, Slot, TensorSpec
+from stages.flow import BucketLayout, Entry, Group, GroupSpec, Plan, Slot, TensorSpec, dtype_name
 from stages.ring import Ring
 from stages.run import Run, Wire
 
@@ -49,7 +49,7 @@ class Bucket(Stage):
             raise ConfigError(f"bucket.slots: {slots} must be at least 1 (2 overlap packing and sending)")
         self._ring: Ring | None = None
         self._slot_bytes = 0
-        self._steps: dict[GroupSpec, tuple[_Copy, ...]] = {}
+        self._steps: list[list[_Copy]] = []
         self._planned: Plan | None = None
 
     def plan(self, specs: Iterable[GroupSpec], run: Run) -> Iterable[GroupSpec]:
@@ -88,10 +88,11 @@ class Bucket(Stage):
         plan = run.current_plan
         filler = _Filler(plan, self._ring, run)
         try:
+            due = zip(plan.groups, self._steps, strict=True)
             for group in items:
-                steps = self._steps.get(group.spec)
-                if steps is None or len(group.tensors) != len(group.spec.tensors):
-                    raise PlanMismatch(_unplanned(group, plan))
+                spec, steps = next(due, (None, []))
+                if (group.spec is not spec and group.spec != spec) or len(group.tensors) != len(group.spec.tensors):
+                    raise PlanMismatch(_unplanned(group, spec))
                 yield from filler.add(group, steps)
             yield from filler.finish()
         finally:
@@ -117,15 +118,16 @@ class _Filler:
         # Only where tensors are packed in the order of their entries; a bucket on disk is hashed as it is written.
         self._digest = run.integrity and run.wire.digest and run.wire.split and run.device.type == "cpu"
         self._digests: dict[int, RunningDigest] = {}
-        self._open: dict[int, Slot] = {}
+        self._open: dict[int, tuple[Slot, int]] = {}  # by bucket: slot and lease
         self._left = [len(b.entries) for b in plan.buckets]
         self._done = 0
 
-    def add(self, group: Group, steps: tuple[_Copy, ...]) -> Iterator[BucketItem]:
+    def add(self, group: Group, steps: list[_Copy]) -> Iterator[BucketItem]:
         for step in steps:
             tensor, spec = group.tensors[step.index], group.spec.tensors[step.index]
-            if tensor.shape != spec.shape:
-                raise PlanMismatch(f"{spec.name}: planned shape {list(spec.shape)}, streamed {list(tensor.shape)}")
+            if tensor.shape != spec.shape or not _castable(tensor.dtype, spec.dtype):
+                streamed = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+                raise PlanMismatch(f"planned was {spec}, streamed was {streamed}")
             if self._ring is not None:
                 slot = self._slot(step.bucket)
                 _write(tensor, spec, slot, step, self._digests.get(step.bucket))
@@ -139,28 +141,28 @@ class _Filler:
             raise PlanMismatch(f"the stream ended early: {len(missing)} planned tensors did not come, first {missing[:3]}")
 
     def drop(self) -> None:
-        for slot in self._open.values():
+        for slot, lease in self._open.values():
             assert self._ring is not None
-            self._ring.release(slot)
+            self._ring.release(slot, lease)
         self._open.clear()
 
     def _slot(self, bucket: int) -> Slot:
-        slot = self._open.get(bucket)
-        if slot is None:
+        if bucket not in self._open:
             assert self._ring is not None
-            slot = self._open[bucket] = self._ring.acquire(self._run.timeouts.put)
+            slot = self._ring.acquire(self._run.timeouts.put)
+            self._open[bucket] = slot, slot.lease
             if self._digest:
                 self._digests[bucket] = RunningDigest()
-        return slot
+        return self._open[bucket][0]
 
     def _complete(self) -> Iterator[BucketItem]:
         while self._done < len(self._left) and self._left[self._done] == 0:
             layout = self._plan.buckets[self._done]
-            slot = self._open.pop(layout.seq, None)
+            slot, lease = self._open.pop(layout.seq, (None, 0))
             self._done += 1
-            yield self._bucket(layout, slot)
+            yield self._bucket(layout, slot, lease)
 
-    def _bucket(self, layout: BucketLayout, slot: Slot | None) -> BucketItem:
+    def _bucket(self, layout: BucketLayout, slot: Slot | None, lease: int) -> BucketItem:
         ring = self._ring
         bucket = BucketItem(
             layout=layout,
@@ -171,7 +173,7 @@ class _Filler:
             last=layout.seq == len(self._plan.buckets) - 1,
         )
         if slot is not None and ring is not None:
-            bucket._release = lambda: ring.release(slot)
+            bucket._release = lambda: ring.release(slot, lease)
             if (digest := self._digests.pop(layout.seq, None)) is not None:
                 bucket.digest = digest.value()
         return bucket
@@ -208,25 +210,32 @@ def _copy_bytes(slot: Slot, offset: int, source: int, nbytes: int, digest: Runni
         digest.update(slot.view[offset + start : offset + start + size])
 
 
-def _unplanned(group: Group, plan: Plan) -> str:
-    names = [t.name for t in group.spec.tensors]
-    return f"group {names} streamed by but is not in the plan of {len(plan.groups)} groups (name, dtype or shape differs)"
+def _castable(have: torch.dtype, want: torch.dtype) -> bool:
+    """Whether a plain cast is right: between floats, but not to or from fp8, which means nothing without scales."""
+    return have == want or all(d.is_floating_point and d.itemsize > 1 for d in (have, want))
 
 
-def _copies_by_group(plan: Plan) -> dict[GroupSpec, tuple[_Copy, ...]]:
+def _unplanned(group: Group, due: GroupSpec | None) -> str:
+    names, wanted = ([t.name for t in spec.tensors] if spec else "the end" for spec in (group.spec, due))
+    if names == wanted:
+        return f"group {names} streamed by with other dtypes, shapes, ties or tensors than planned"
+    return f"group {names} streamed by where {wanted} was due"
+
+
+def _copies_by_group(plan: Plan) -> list[list[_Copy]]:
     """What to copy for each group, in the order of the plan's entries, so that no bucket is opened before its turn."""
     sources = {
         name: (group, index)
-        for group in plan.groups
-        for index, spec in enumerate(group.tensors)
-        for name in (spec.name, *(alias for alias, target in group.aliases if target == spec.name))
+        for group, spec in enumerate(plan.groups)
+        for index, tensor in enumerate(spec.tensors)
+        for name in (tensor.name, *(alias for alias, target in spec.aliases if target == tensor.name))
     }
-    steps: dict[GroupSpec, list[_Copy]] = {group: [] for group in plan.groups}
+    steps: list[list[_Copy]] = [[] for _ in plan.groups]
     for bucket in plan.buckets:
         for e in bucket.entries:
             group, index = sources[e.spec.name]
             steps[group].append(_Copy(index, bucket.seq, e.offset, e.nbytes, e.start))
-    return {group: tuple(copies) for group, copies in steps.items()}
+    return steps
 
 
 def _open_at_once(plan: Plan, wire: Wire) -> int:

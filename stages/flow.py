@@ -107,10 +107,7 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """xxh3-128 of every name, dtype, shape, offset, cut and bucket size, in order."""
-        content = [
-            [b.nbytes, [[e.spec.name, dtype_name(e.spec.dtype), e.spec.shape, e.offset, e.nbytes, e.start] for e in b.entries]]
-            for b in self.buckets
-        ]
+        content = [[b.nbytes, [_line(e) for e in b.entries]] for b in self.buckets]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     @cached_property
@@ -126,6 +123,10 @@ class Plan:
     @cached_property
     def largest_bucket(self) -> int:
         return max((b.nbytes for b in self.buckets), default=0)
+
+
+def _line(e: Entry) -> list[Any]:
+    return [e.spec.name, dtype_name(e.spec.dtype), e.spec.shape, e.offset, e.nbytes, e.start]
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -146,8 +147,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 def plan_from_json(data: Any) -> Plan:
     """Inverse of `plan_to_json`, of whatever a stranger sent.
 
-    Raises PlanMismatch for anything malformed, for entries that overlap or lie outside, for tensors that do not arrive once
-    and whole, in order, and for a wrong hash.
+    Raises PlanMismatch for anything malformed, for entries that overlap or lie outside, for tensors that do not arrive
+    once and whole, in order, and for a wrong hash.
     """
     try:
         specs = tuple(TensorSpec(_text(n), dtype_of(_text(d)), tuple(map(_whole, s))) for n, d, s in data["tensors"])
@@ -188,9 +189,9 @@ def _check_entries(specs: tuple[TensorSpec, ...], buckets: tuple[BucketLayout, .
         for e in bucket.entries:
             item = e.spec.dtype.itemsize
             if e.offset < end or e.offset + e.nbytes > bucket.nbytes or (e.offset | e.start | e.nbytes) % item:
-                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} lies outside its bucket or place")
+                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} is out of place")
             if e.start != arrived.get(e.spec.name, 0) or (e.nbytes == 0 and e.spec.name in arrived):
-                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} from byte {e.start} is out of order")
+                raise PlanMismatch(f"malformed plan: bucket {bucket.seq}: {e.spec.name} is out of order")
             end, arrived[e.spec.name] = e.offset + e.nbytes, e.start + e.nbytes
     whole = {s.name: s.nbytes for s in specs}
     if len(whole) != len(specs) or arrived != whole:
@@ -204,7 +205,7 @@ class Slot:
     index: int
     memory: torch.Tensor
     handle: Any = None
-    lease: int = 0  # how often it was handed out: tells one use from the next
+    lease: int = 0  # tells one use from the next
 
     @property
     def view(self) -> memoryview:

@@ -37,14 +37,15 @@ class Ring:
                     )
             if self._aborted:
                 raise RingAborted("the update was given up")
-            slot = self._free.popleft()
-            slot.lease += 1
-            return slot
+            return self._free.popleft()
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: Slot, lease: int) -> None:
+        """Give back a slot whose `lease` was this when it was acquired. One that has ended already is no matter."""
         with self._changed:
-            self._free.append(slot)
-            self._changed.notify()
+            if slot.lease == lease:
+                slot.lease += 1
+                self._free.append(slot)
+                self._changed.notify()
 
     def abort(self) -> None:
         """Wake whoever waits for a slot."""
@@ -53,7 +54,9 @@ class Ring:
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """All slots free again, for the next update. Leases from before must not be used any more."""
+        """All slots free again, for the next update; leases from before end."""
         with self._changed:
             self._aborted = False
+            for slot in self.slots:
+                slot.lease += 1
             self._free = deque(self.slots)
