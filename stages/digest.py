@@ -8,12 +8,12 @@ part of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import xxhash
 
 from stages.flow import dtype_name
-
 
 # Bytes copied and hashed at a time: source and target of a piece stay in a core's own cache.
 PIECE = 256 << 10
