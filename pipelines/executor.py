@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 from stages.base import Stage
@@ -22,7 +23,7 @@ def check_chain(stages: Sequence[Stage]) -> None:
         raise CompositionError(
             f"{_name(first)} needs {first.consumes.__name__} items, but nothing comes before it; start with gather_params"
         )
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in pairwise(stages):
         made, needed = before.produces, after.consumes
         if needed is None or made is None or not issubclass(made, needed):
             raise CompositionError(

@@ -53,6 +53,7 @@ class SglangConf:
 class VllmConf:
     _target_: str = "stages.backends.vllm.Vllm"
     pause: str = choice("keep", "wait", "abort")
+    transfer: str = choice("plugin", "native")
 
 
 # -------------------------------------------------------------------------------------------------------- transport/
@@ -102,6 +103,61 @@ class CheckpointTrainerConf:
     path: str = path()
 
 
+# --------------------------------------------------------------------------------------------------------- quantize/
+
+
+@dataclass
+class AutoQuantizeConf:
+    _target_: str = "stages.quantize.auto.Auto"
+    skip: list[str] | None = MISSING
+    allow_nonfinite: bool = MISSING
+    look_ahead: bool = MISSING
+
+
+@dataclass
+class Fp8BlockConf:
+    _target_: str = "stages.quantize.fp8_block.Fp8Block"
+    block: list[int] | None = MISSING
+    skip: list[str] | None = MISSING
+    allow_nonfinite: bool = MISSING
+    look_ahead: bool = MISSING
+
+
+@dataclass
+class Fp8BlockUe8m0Conf(Fp8BlockConf):
+    _target_: str = "stages.quantize.fp8_block.Fp8BlockUe8m0"
+
+
+@dataclass
+class Fp8TensorConf(AutoQuantizeConf):
+    _target_: str = "stages.quantize.fp8_tensor.Fp8Tensor"
+
+
+@dataclass
+class Fp8ChannelConf(AutoQuantizeConf):
+    _target_: str = "stages.quantize.fp8_channel.Fp8Channel"
+
+
+@dataclass
+class Mxfp8Conf(AutoQuantizeConf):
+    _target_: str = "stages.quantize.mxfp8.Mxfp8"
+
+
+@dataclass
+class Nvfp4Conf(AutoQuantizeConf):
+    _target_: str = "stages.quantize.nvfp4.Nvfp4"
+
+
+@dataclass
+class Int4Conf:
+    _target_: str = "stages.quantize.int4.Int4"
+    group_size: int | None = MISSING
+    symmetric: bool | None = MISSING
+    skip: list[str] | None = MISSING
+    allow_nonfinite: bool = MISSING
+    look_ahead: bool = MISSING
+
+
 # ------------------------------------------------------------------------------------------- the stages of a recipe
 
 
@@ -149,7 +205,7 @@ class EmbeddedEnginesConf:
     count: int = positive()
     tp: Any = MISSING
     device: str = MISSING
-    on_fatal: str = choice("answer", "die")
+    on_fatal: str = choice("answer", "exit")
     proof: str = choice(*PROOFS)
     model: str | None = path()
     required: Any = MISSING
@@ -232,6 +288,16 @@ OPTIONS: Mapping[str, Mapping[str, type[Schema]]] = {
     "transport": {"ipc": IpcConf, "nccl": NcclConf, "disk": DiskConf},
     "trainer": {"toy": ToyTrainerConf, "checkpoint": CheckpointTrainerConf},
     "gather": {"params": GatherParamsConf},
+    "quantize": {
+        "auto": AutoQuantizeConf,
+        "fp8_block": Fp8BlockConf,
+        "fp8_block_ue8m0": Fp8BlockUe8m0Conf,
+        "fp8_tensor": Fp8TensorConf,
+        "fp8_channel": Fp8ChannelConf,
+        "mxfp8": Mxfp8Conf,
+        "nvfp4": Nvfp4Conf,
+        "int4": Int4Conf,
+    },
     "bucket": {"default": BucketConf},
     "engines": {"embedded": EmbeddedEnginesConf, "remote": RemoteEnginesConf},
     "launcher": {"local": LocalLauncherConf},

@@ -45,12 +45,15 @@ class WeightUpdater:
                 updater.update(model)
     """
 
-    def __init__(self, settings: Mapping[str, Any], *, reference: str | Path | None = None, device: Any = "cpu") -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], *, reference: str | Path | None = None, device: Any = "cpu"
+    ) -> None:
         """`settings` as `pipelines.config.load` returns them; see `from_config`."""
         self.settings = settings
         self._backend = compose_backend(settings)
         self._stages = compose_chain(settings, self._backend)
         transport = transport_of(self._stages)
+        self._backend.check_device(torch.device(device))
         self._reference = Path(p) if (p := reference or settings["session"]["reference"]) else None
         self._run = Run(
             comm=Comm(),
@@ -238,7 +241,9 @@ class WeightUpdater:
         report.tensors, report.buckets, report.bytes = len(plan.tensors), len(plan.buckets), plan.nbytes
         hashes = run.comm.meet("plan", plan.hash)
         if len(set(hashes)) > 1:
-            raise WeightstreamError(f"trainer ranks planned different updates: {hashes}; their models or configs differ")
+            raise WeightstreamError(
+                f"trainer ranks planned different updates: {hashes}; their models or configs differ"
+            )
         with run.comm.together("preflight"):
             if run.comm.is_head and self.settings["session"]["preflight"]:
                 self._preflight()
@@ -376,7 +381,9 @@ class WeightUpdater:
     def _preflight(self) -> None:
         run = self._run
         if run.expected is None:
-            log.warning("preflight: nothing says what the engines expect; set session.reference to their checkpoint folder")
+            log.warning(
+                "preflight: nothing says what the engines expect; set session.reference to their checkpoint folder"
+            )
             return
         for engine in run.engines:
             key = (run.current_plan.hash, engine.state.incarnation)

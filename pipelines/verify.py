@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from stages.backends.base import Engine
 from stages.base import Stage
@@ -25,9 +26,9 @@ class Expectation:
     def compute(self) -> None:
         """One pass of its own over the tensors as they are. Collective over all trainer ranks, like any gather."""
         digests: dict[str, str] = {}
-        items = iter(())
+        items: Iterator[Any] = iter(())
         for stage in self._makers:
-            items = stage(items, self._run)  # type: ignore[assignment]
+            items = stage(items, self._run)
         group: Group
         for group in items:
             for spec, tensor in zip(group.spec.tensors, group.tensors, strict=True):
@@ -35,7 +36,7 @@ class Expectation:
         self._digests = digests
 
     def prove(self, engine: Engine) -> str | None:
-        """"digest" when the engine's own digests equal ours; None when it has no such route, or none were computed.
+        """ "digest" when the engine's own digests equal ours; None when it has no such route, or none were computed.
 
         Raises EngineError naming the first tensors that differ.
         """
@@ -51,6 +52,8 @@ class Expectation:
         wrong = [n for n, digest in self._digests.items() if theirs.get(n) != digest]
         if wrong:
             raise EngineError(
-                engine.url, "verify", f"{len(wrong)} of {len(self._digests)} tensors differ from the trainer's, first {wrong[:3]}"
+                engine.url,
+                "verify",
+                f"{len(wrong)} of {len(self._digests)} tensors differ from the trainer's, first {wrong[:3]}",
             )
         return "digest"

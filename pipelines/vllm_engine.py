@@ -31,6 +31,7 @@ class WeightstreamInitInfo(WeightTransferInitInfo):
     timeout: float
     slot_bytes: int
     segments: list[str] = field(default_factory=list)
+    handles: list[list[dict[str, Any]]] = field(default_factory=list)
     master_address: str = ""
     master_port: int = 0
     rank_offset: int = 0
@@ -98,7 +99,7 @@ class WeightstreamEngine(WeightTransferEngine[WeightstreamInitInfo, Weightstream
         self._assembler = Assembler(device)
 
     def init_transfer_engine(self, init_info: WeightstreamInitInfo) -> None:
-        self._receiver.init({**asdict(init_info), "segments": tuple(init_info.segments)})
+        self._receiver.init(asdict(init_info))
 
     def start_weight_update(self) -> None:
         self._receiver.start()

@@ -5,6 +5,8 @@ vLLM calls `register` in each of its processes. It stays light: the engine class
 
 from __future__ import annotations
 
+import contextlib
+
 BACKEND = "weightstream"
 
 
@@ -13,10 +15,8 @@ def register() -> None:
     _check_packages()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    try:
+    with contextlib.suppress(ValueError):  # registered already: plug-ins are loaded more than once per process
         WeightTransferEngineFactory.register_engine(BACKEND, "pipelines.vllm_engine", "WeightstreamEngine")
-    except ValueError:
-        pass  # registered already: plug-ins are loaded more than once per process
 
 
 def _check_packages() -> None:

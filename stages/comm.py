@@ -43,8 +43,9 @@ class Comm:
     @classmethod
     def from_torch(cls, timeout: float = 120.0) -> Comm:
         """The ranks of torch.distributed's default group, or this process alone where there is none."""
-        import torch.distributed as dist
+        import torch.distributed
 
+        dist: Any = torch.distributed
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(timeout=timeout)
         store = dist.PrefixStore("weightstream", dist.distributed_c10d._get_default_store())

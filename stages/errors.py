@@ -23,7 +23,8 @@ class PreflightError(WeightstreamError):
         self.problems = problems
         lines = "\n  ".join(problems)
         super().__init__(
-            f"preflight: {engine} does not expect what would be sent ({len(problems)} mismatches); nothing was touched:\n  {lines}"
+            f"preflight: {engine} does not expect what would be sent ({len(problems)} mismatches); "
+            f"nothing was touched:\n  {lines}"
         )
 
 

@@ -211,7 +211,7 @@ class Slot:
     def view(self) -> memoryview:
         """The buffer as bytes, for hashing and writing. CPU only."""
         if self._view is None:
-            self._view = memoryview(self.memory.numpy())
+            self._view = self.memory.numpy().data
         return self._view
 
     _view: memoryview | None = field(default=None, repr=False)

@@ -6,15 +6,17 @@
     finish()                           all buckets were here, exactly once
     shutdown()                         drop mappings and groups
 
-Everything is JSON. init_info: `{"transport": "ipc" | "nccl", "timeout": s, "segments": [name...], "slot_bytes": n}` or
+Everything is JSON. init_info: `{"transport": "ipc", "timeout": s, "slot_bytes": n, "segments": [name per slot]}` or, on GPU,
+`"handles": [per slot: one stages.transport.cuda_ipc handle per exporting GPU]` for the segments; or
 `{"transport": "nccl", "timeout": s, "master_address", "master_port", "rank_offset", "world_size", "group_name",
 "backend", "slot_bytes"}`. update_info: `{"update": id, "seq": n, "plan_hash": hash, "plan": plan or null,
-"slot": index or null, "digest": xxh3-64 as 16 hex digits or null}`; the plan comes along only when the receiver cannot have it yet.
+"slot": index or null, "digest": xxh3-64 as 16 hex digits or null}`; the plan comes along only
+when the receiver cannot have it yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from stages.digest import PIECE, RunningDigest
 from stages.errors import PlanMismatch, TransportError
 from stages.flow import BucketLayout, Entry, Plan, TensorSpec, plan_from_json
+from stages.transport.cuda_ipc import open_handle
 from stages.transport.group import BroadcastGroup
 from stages.transport.messages import GroupInit
 from stages.transport.shm import attach
@@ -41,7 +44,8 @@ class InitInfo:
     transport: str
     timeout: float
     slot_bytes: int
-    segments: tuple[str, ...] = ()
+    segments: Sequence[str] = ()
+    handles: Sequence[list[dict[str, Any]]] = ()
     master_address: str = ""
     master_port: int = 0
     rank_offset: int = 0
@@ -90,7 +94,7 @@ class Receiver:
     def __init__(self, rank: int, device: torch.device | str = "cpu") -> None:
         self.rank = rank
         self.device = torch.device(device)
-        self._source: _Segments | _Broadcast | None = None
+        self._source: _Slots | _Broadcast | None = None
         self._plan: Plan | None = None
         self._update: int | None = None
         self._next = 0
@@ -100,7 +104,7 @@ class Receiver:
         parsed: InitInfo = _parse(InitInfo, info)
         self.shutdown()
         if parsed.transport == "ipc":
-            self._source = _Segments(parsed)
+            self._source = _Slots(parsed, self.device)
         elif parsed.transport == "nccl":
             self._source = _Broadcast(parsed, self.rank, self.device)
         else:
@@ -165,11 +169,12 @@ class Receiver:
         return self._plan.buckets[info.seq]
 
 
-class _Segments:
-    """Bytes lie in shared-memory segments, one per slot of the sender's ring."""
+class _Slots:
+    """Bytes lie in the slots of the sender's ring, mapped once: shared-memory segments, or memory of our own GPU."""
 
-    def __init__(self, info: InitInfo) -> None:
+    def __init__(self, info: InitInfo, device: torch.device) -> None:
         self._slots = [attach(name, info.slot_bytes) for name in info.segments]
+        self._slots += [open_handle(handles, device) for handles in info.handles]
 
     def fetch(self, layout: BucketLayout, slot: int | None) -> torch.Tensor:
         if slot is None or not 0 <= slot < len(self._slots):

@@ -36,6 +36,7 @@ class Wire:
     `mixed`: may a bucket hold several dtypes. `split`: may a tensor be cut across buckets. `align`: entries start at
     multiples of this many bytes; 1 means no padding at all, entries then go widest item first so that none is misaligned.
     `aliases`: send tied names as tensors of their own ("duplicate") or not at all ("omit"). `digest`: the receiver checks one.
+    `bootstrap`: how process groups find each other, by a "store" or by an NCCL "unique_id".
     """
 
     mixed: bool = True
@@ -43,6 +44,7 @@ class Wire:
     align: int = 1
     aliases: str = "omit"
     digest: bool = False
+    bootstrap: str = "store"
 
 
 class Clock:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from stages.backends.http import Http
 from stages.errors import CompositionError, EngineError
-from stages.flow import Bucket, Plan, Shipment, TensorSpec
+from stages.flow import Bucket, Shipment, TensorSpec
 from stages.run import Run, Timeouts, Wire
-from stages.transport.messages import GroupInit
+from stages.transport.messages import GroupInit, SharedSlots
 
 # Proofs from weakest to strongest; see Engine.verify.
 PROOFS = ("acknowledged", "version", "checksum", "probe", "digest")
@@ -56,6 +57,9 @@ class Backend(ABC):
     @abstractmethod
     def wire(self, transport: str) -> Wire:
         """The layout rules of buckets on this transport."""
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise CompositionError when these settings cannot work on this kind of device."""
 
     @abstractmethod
     def engine(self, url: str, tp: int, keys: Keys, timeouts: Timeouts) -> Engine:
@@ -111,8 +115,8 @@ class Engine(ABC):
     def leave_group(self, init: GroupInit) -> None:
         """Have it destroy the group; unknown groups are no error."""
 
-    def attach(self, segments: list[str], slot_bytes: int) -> None:
-        """Shared-memory segments were (re)made. Only our own receiver needs to know before the first bucket."""
+    def attach(self, slots: SharedSlots) -> None:
+        """The slots of an ipc ring were (re)made. For receivers that map them once."""
 
     # -- the session ---------------------------------------------------------------------------
     @abstractmethod
@@ -158,5 +162,3 @@ class Engine(ABC):
     def fail(self, phase: str, message: str, **details: Any) -> EngineError:
         """An error of this engine, to be raised."""
         return EngineError(self.url, phase, message, **details)
-
-

@@ -38,7 +38,14 @@ class Http:
         return self.call("POST", path, phase, timeout, body=body, query=query)
 
     def call(
-        self, method: str, path: str, phase: str, timeout: float, *, body: Any = None, query: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        phase: str,
+        timeout: float,
+        *,
+        body: Any = None,
+        query: dict[str, Any] | None = None,
     ) -> Any:
         """The parsed JSON answer, or its text where the engine answers text. None for an empty body."""
         response = self.raw(method, path, phase, timeout, body=body, query=query)
@@ -66,7 +73,14 @@ class Http:
             ) from error
 
     def raw(
-        self, method: str, path: str, phase: str, timeout: float, *, body: Any = None, query: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        phase: str,
+        timeout: float,
+        *,
+        body: Any = None,
+        query: dict[str, Any] | None = None,
     ) -> requests.Response:
         """The answer whatever its status. Idempotent requests are tried again once if a pooled connection was stale."""
         # LMDeploy demands a JSON content type even where there is no body.

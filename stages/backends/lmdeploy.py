@@ -66,9 +66,12 @@ class LmdeployEngine(Engine):
         self._group = None
 
     def model_path(self) -> str | None:
-        models = expect_dict(self.api, self.api.get("/v1/models", "probe", self.timeouts.control), "probe", "/v1/models")
+        models = expect_dict(
+            self.api, self.api.get("/v1/models", "probe", self.timeouts.control), "probe", "/v1/models"
+        )
         data = models.get("data") or [{}]
-        return data[0].get("id")
+        name: str | None = data[0].get("id")
+        return name
 
     def join_group(self, init: GroupInit) -> None:
         body = {
@@ -102,7 +105,9 @@ class LmdeployEngine(Engine):
     def begin(self, run: Run) -> None:
         self.admin.post("/wakeup", "begin", self.timeouts.control, query={"tags": "weights"})
         if not self._asleep("begin"):
-            raise self.fail("begin", "the KV cache woke up together with the weights; it must stay asleep during an update")
+            raise self.fail(
+                "begin", "the KV cache woke up together with the weights; it must stay asleep during an update"
+            )
         self._weights_awake = self.state.begun = True
         self._handle = None
 
@@ -129,7 +134,13 @@ class LmdeployEngine(Engine):
                 phase="commit",
             )
         else:
-            body = {"names": [], "dtypes": [], "shapes": [], "group_name": self._group, "finished": True}
+            body: dict[str, Any] = {
+                "names": [],
+                "dtypes": [],
+                "shapes": [],
+                "group_name": self._group,
+                "finished": True,
+            }
             self._succeed("/update_weights_from_distributed", "commit", body, self.timeouts.put)
         self._handle = None
 
@@ -173,7 +184,10 @@ class LmdeployEngine(Engine):
             "return_token_ids": True,
         }
         answer = expect_dict(
-            self.api, self.api.post("/v1/completions", "generate", self.timeouts.control, body), "generate", "/v1/completions"
+            self.api,
+            self.api.post("/v1/completions", "generate", self.timeouts.control, body),
+            "generate",
+            "/v1/completions",
         )
         choice = answer["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]

@@ -55,7 +55,9 @@ class SglangEngine(Engine):
         server = expect_dict(self.api, self._server_info(), "probe", "/server_info")
         for key in ("dp_size", "pp_size"):
             if int(server.get(key) or 1) > 1:
-                raise CompositionError(f"{self.url}: SGLang with {key}={server[key]} has no working weight update routes")
+                raise CompositionError(
+                    f"{self.url}: SGLang with {key}={server[key]} has no working weight update routes"
+                )
         if (tp := int(server.get("tp_size") or self.tp)) != self.tp:
             raise CompositionError(f"{self.url}: the engine runs with tp_size={tp}, engines.tp says {self.tp}")
 
@@ -125,7 +127,9 @@ class SglangEngine(Engine):
             self._end("commit")
             self._session = False
         if self._pause != "in_place":
-            self.admin.post("/flush_cache", "flush", self.timeouts.control, query={"timeout": self.timeouts.control / 2})
+            self.admin.post(
+                "/flush_cache", "flush", self.timeouts.control, query={"timeout": self.timeouts.control / 2}
+            )
         body = {"new_version": run.version, "abort_all_requests": False}
         self._succeed("/update_weight_version", "commit", body, self.timeouts.control)
 
@@ -154,7 +158,9 @@ class SglangEngine(Engine):
             return encode({"flattened_tensor": bucket.memory.clone(), "metadata": metadata_of(layout, 1)})
         if (cached := self._payloads.get(bucket)) is not None:
             return cached
-        return self._payloads.put(bucket, encode({"flattened_tensor": bucket.memory, "metadata": metadata_of(layout, 1)}))
+        return self._payloads.put(
+            bucket, encode({"flattened_tensor": bucket.memory, "metadata": metadata_of(layout, 1)})
+        )
 
     def generate(self, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         body = {

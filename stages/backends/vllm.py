@@ -10,35 +10,54 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from stages.backends.base import Backend, Engine, Keys
+from stages.backends.flattened import names_of
 from stages.backends.http import expect_dict
 from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment, plan_to_json
 from stages.receiver import ABORT_SEQ
 from stages.run import Run, Timeouts, Wire
-from stages.transport.messages import DiskMessage, GroupInit, GroupMessage, IpcMessage
+from stages.transport.cuda_ipc import pickle_for_vllm
+from stages.transport.messages import DiskMessage, GroupInit, GroupMessage, IpcMessage, SharedSlots
 
 _PAUSES = ("keep", "wait", "abort")
 
 
 class Vllm(Backend):
-    """`pause`: keep running requests frozen, wait for them, or abort them."""
+    """`pause`: keep running requests frozen, wait for them, or abort them.
+
+    `transfer`: "plugin" is our own receiver inside vLLM (weightstream installed there, backend "weightstream"), on CPU and GPU;
+    "native" is vLLM's own ipc or nccl backend, GPU only, with nothing installed in the engine's environment.
+    """
 
     name = "vllm"
     transports = ("ipc", "nccl", "disk")
 
-    def __init__(self, pause: str = "keep") -> None:
+    def __init__(self, pause: str = "keep", transfer: str = "plugin") -> None:
+        if transfer not in ("plugin", "native"):
+            raise ConfigError(f"backend.transfer: {transfer!r} is not one of plugin, native")
         if pause not in _PAUSES:
             raise ConfigError(f"backend.pause: {pause!r} is not one of {', '.join(_PAUSES)}")
-        self.pause = pause
+        self.pause, self.transfer = pause, transfer
+
+    def check_device(self, device: torch.device) -> None:
+        if self.transfer == "native" and device.type != "cuda":
+            raise CompositionError(
+                "backend.transfer=native: vLLM's own ipc and nccl backends work on GPU only; use backend.transfer=plugin on CPU"
+            )
 
     def wire(self, transport: str) -> Wire:
         if transport == "disk":
             return Wire(mixed=True, split=False, align=1, aliases="duplicate", digest=True)
+        if self.transfer == "native":
+            return Wire(mixed=True, split=False, align=1, aliases="omit", bootstrap="unique_id")
         return Wire(mixed=True, split=True, align=256, aliases="duplicate", digest=True)
 
     def engine(self, url: str, tp: int, keys: Keys, timeouts: Timeouts) -> VllmEngine:
-        return VllmEngine(url, tp, keys, timeouts, self.pause)
+        kind = NativeVllmEngine if self.transfer == "native" else VllmEngine
+        return kind(url, tp, keys, timeouts, self.pause)
 
 
 class VllmEngine(Engine):
@@ -59,12 +78,21 @@ class VllmEngine(Engine):
             raise CompositionError(f"{self.url}: the engine has {world} workers, engines.tp says {self.tp}")
 
     def model_path(self) -> str | None:
-        models = expect_dict(self.api, self.api.get("/v1/models", "probe", self.timeouts.control), "probe", "/v1/models")
+        models = expect_dict(
+            self.api, self.api.get("/v1/models", "probe", self.timeouts.control), "probe", "/v1/models"
+        )
         data = models.get("data") or [{}]
-        return data[0].get("root")
+        root: str | None = data[0].get("root")
+        return root
 
-    def attach(self, segments: list[str], slot_bytes: int) -> None:
-        info = {"transport": "ipc", "segments": segments, "slot_bytes": slot_bytes, "timeout": self.timeouts.put}
+    def attach(self, slots: SharedSlots) -> None:
+        info = {
+            "transport": "ipc",
+            "segments": slots.segments,
+            "handles": slots.handles,
+            "slot_bytes": slots.slot_bytes,
+            "timeout": self.timeouts.put,
+        }
         self._init(info, self.timeouts.control)
 
     def join_group(self, init: GroupInit) -> None:
@@ -99,7 +127,7 @@ class VllmEngine(Engine):
         try:
             self.admin.post("/start_weight_update", "begin", self.timeouts.control)
         except EngineError as error:
-            if error.status != 500 or "start" not in str(error).lower() and "active" not in str(error).lower():
+            if error.status != 500 or ("start" not in str(error).lower() and "active" not in str(error).lower()):
                 raise
             self._close_session("begin")  # left open by an update that died
             self.admin.post("/start_weight_update", "begin", self.timeouts.control)
@@ -131,9 +159,7 @@ class VllmEngine(Engine):
         if run.transport.name == "disk":
             body = {"method": "reload_weights", "kwargs": {"weights_path": run.folder}}
             self.admin.post("/collective_rpc", "commit", self.timeouts.put, body)
-            self.admin.post(
-                "/update_weight_version", "commit", self.timeouts.control, {"new_version": run.version}
-            )
+            self.admin.post("/update_weight_version", "commit", self.timeouts.control, {"new_version": run.version})
             return
         self._started = False
         self.admin.post("/finish_weight_update", "commit", self.timeouts.put, {"weight_version": run.version})
@@ -162,7 +188,9 @@ class VllmEngine(Engine):
         return ""  # our receiver has the slots mapped and is told their index
 
     def generate(self, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
-        models = expect_dict(self.api, self.api.get("/v1/models", "generate", self.timeouts.control), "generate", "/v1/models")
+        models = expect_dict(
+            self.api, self.api.get("/v1/models", "generate", self.timeouts.control), "generate", "/v1/models"
+        )
         body = {
             "model": models["data"][0]["id"],
             "prompt": input_ids,
@@ -173,7 +201,10 @@ class VllmEngine(Engine):
             "return_token_ids": True,
         }
         answer = expect_dict(
-            self.api, self.api.post("/v1/completions", "generate", self.timeouts.control, body), "generate", "/v1/completions"
+            self.api,
+            self.api.post("/v1/completions", "generate", self.timeouts.control, body),
+            "generate",
+            "/v1/completions",
         )
         choice = answer["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -183,8 +214,7 @@ class VllmEngine(Engine):
         try:
             self.admin.post("/init_weight_transfer_engine", "join", timeout, {"init_info": info})
         except EngineError as error:
-            hint = _hint(error)
-            raise self.fail("join", f"{error}{hint}", status=error.status, body=error.body) from error if hint else error
+            raise self.fail("join", f"{error}{_hint(error)}", status=error.status, body=error.body) from error
 
     def _version(self, phase: str) -> str | None:
         try:
@@ -194,13 +224,67 @@ class VllmEngine(Engine):
         return expect_dict(self.admin, answer, phase, "/weight_info").get("weight_version")
 
 
+class NativeVllmEngine(VllmEngine):
+    """vLLM's own ipc and nccl backends, packed: one bucket is one chunk and one update call.
+
+    Packed buffers are the plain concatenation of the tensors' bytes, widest item first (wire format of vLLM 0.32 and 0.33).
+    The engine cuts nccl chunks by itself once they exceed its buffer, so the buffer is as large as our largest bucket; ipc
+    handles travel pickled, which the server must allow. Bytes and requests are tested on CPU; not run on a GPU yet.
+    """
+
+    def __init__(self, url: str, tp: int, keys: Keys, timeouts: Timeouts, pause: str) -> None:
+        super().__init__(url, tp, keys, timeouts, pause)
+        self._handles: list[str] = []
+
+    def attach(self, slots: SharedSlots) -> None:
+        self._handles = [pickle_for_vllm(handles) for handles in slots.handles]
+        self._init({"packed": True}, self.timeouts.control)
+
+    def join_group(self, init: GroupInit) -> None:
+        info = {
+            "nccl_unique_id_b64": init.unique_id,
+            "rank_offset": init.rank_offset,
+            "world_size": init.world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": init.bucket_bytes,
+            "packed_num_buffers": 2,
+        }
+        self._init(info, init.timeout)
+
+    def put(self, shipment: Shipment, run: Run) -> None:
+        message, bucket = shipment.message, shipment.bucket
+        if isinstance(message, DiskMessage):
+            return
+        lists = names_of(bucket.layout)
+        info = {"names": lists["names"], "dtype_names": lists["dtypes"], "shapes": lists["shapes"]}
+        if isinstance(message, IpcMessage):
+            assert bucket.slot is not None
+            info["tensor_sizes"] = [e.nbytes for e in bucket.layout.entries]
+            info["ipc_handles_pickled"] = self._handles[bucket.slot.index]
+        try:
+            self.admin.post("/update_weights", "put", self.timeouts.put, {"update_info": info})
+        except EngineError as error:
+            self._started = False
+            raise self.fail("put", f"{error}{_hint(error)}", status=error.status, body=error.body) from error
+
+    def verify(self, run: Run) -> str:
+        super().verify(run)
+        return "version"
+
+    def _close_session(self, phase: str) -> None:
+        self._started = False
+        self.admin.raw("POST", "/update_weights", phase, self.timeouts.put, body={"update_info": {"given_up": True}})
+
+
 def _hint(error: EngineError) -> str:
     """What to do about answers that mean: not started the way it must be."""
     if error.status == 404:
         return "; start vLLM with VLLM_SERVER_DEV_MODE=1, without which it has no weight routes"
+    if "Refusing to deserialize" in error.body:
+        return "; start vLLM with VLLM_ALLOW_INSECURE_SERIALIZATION=1 (its ipc handles are pickled), or use transfer=plugin"
     if "not configured" in error.body or "Invalid init_info" in error.body:
         return (
-            "; start vLLM with --weight-transfer-config '{\"backend\": \"weightstream\"}' and the weightstream package "
+            '; start vLLM with --weight-transfer-config \'{"backend": "weightstream"}\' and the weightstream package '
             "installed in its environment"
         )
     return ""

@@ -111,7 +111,9 @@ def _read_headers(folder: Path) -> dict[str, Placed]:
     else:
         weight_map, files = {}, sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} holds no safetensors file; convert the checkpoint with transformers' save_pretrained")
+        raise ConfigError(
+            f"{folder} holds no safetensors file; convert the checkpoint with transformers' save_pretrained"
+        )
     found: dict[str, Placed] = {}
     for file in files:
         for spec in read_header(file):

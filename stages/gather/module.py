@@ -34,7 +34,7 @@ def leaves_of(module: torch.nn.Module) -> tuple[list[Leaf], list[tuple[str, str]
     Tied parameters are found by shared storage, whether or not they are the same object. Buffers count when they are
     part of the state dict. Raises PlanMismatch for colliding names and for unmerged LoRA adapters.
     """
-    named = dict(module.named_parameters(remove_duplicate=False))
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     persistent = _persistent_buffers(module)
     named |= {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in persistent}
     named = without_adapters(named, all_merged=_all_merged(module))

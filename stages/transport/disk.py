@@ -84,7 +84,9 @@ class Disk(Transport):
             raise ConfigError(f"{self.path / run.version} exists: a version is never overwritten; give another version")
         need, free = run.current_plan.nbytes, shutil.disk_usage(self.path).free
         if need > free:
-            raise TransportError(f"{self.path}: {need} bytes needed, {free} free; free some or set transport.path elsewhere")
+            raise TransportError(
+                f"{self.path}: {need} bytes needed, {free} free; free some or set transport.path elsewhere"
+            )
         self._drop()
         self._files, self._index = {}, {}
         self._folder = self.path / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -125,7 +127,11 @@ class Disk(Transport):
             (self._folder / name).write_text(json.dumps(content, indent=1))
         if run.reference is not None:
             for source in run.reference.iterdir():
-                if source.is_file() and source.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in source.name:
+                if (
+                    source.is_file()
+                    and source.suffix in (".json", ".txt", ".model", ".jinja")
+                    and "index" not in source.name
+                ):
                     shutil.copyfile(source, self._folder / source.name)
         if self.fsync:
             for file in self._folder.iterdir():
@@ -170,7 +176,7 @@ def header_of(layout: BucketLayout) -> bytes:
 def _write_file(path: Path, header: bytes, memory: torch.Tensor, fsync: bool) -> None:
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
-            for part in (memoryview(header), memoryview(memory.numpy())):
+            for part in (memoryview(header), memory.numpy().data):
                 while part:
                     part = part[file.write(part) :]
             if fsync:

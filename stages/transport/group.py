@@ -7,16 +7,19 @@ torch's own group creation, which is what SGLang 0.5.x and LMDeploy 0.18 use on 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from stages.errors import TransportError
 from stages.transport.messages import GroupInit
+
+dist: Any = torch.distributed  # its classes come and go with the build, so that types cannot follow them
 
 
 class GroupStore:
@@ -71,7 +74,9 @@ class BroadcastGroup:
             self._backend = dist.ProcessGroupGloo(prefixed, rank, init.world_size, options)
         elif init.backend == "nccl" and hasattr(dist, "ProcessGroupNCCL"):
             prefixed = dist.PrefixStore("cuda/", named)
-            self._backend = dist.ProcessGroupNCCL(prefixed, rank, init.world_size, timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(prefixed, rank, init.world_size, options)
         else:
             raise TransportError(f"group backend {init.backend!r} is not available in this torch; use gloo or nccl")
 
@@ -132,6 +137,39 @@ class BroadcastGroup:
             backend.abort()
         with contextlib.suppress(RuntimeError):
             backend.shutdown()
+
+
+class NcclIdGroup:
+    """The trainer's end of vLLM's native nccl wire: a communicator from a unique id, and its warm-up all-reduce.
+
+    As vLLM 0.32 has it: every rank enters ncclCommInitRank together, then all reduce one element. Not run on a GPU yet.
+    """
+
+    def __init__(self, init: GroupInit, device: torch.device) -> None:
+        assert init.unique_id is not None
+        self.name = init.group_name
+        self.rank = 0
+        self.device = device
+        self._comm: Any = torch.cuda.nccl.init_rank(init.world_size, base64.b64decode(init.unique_id), 0)
+        torch.cuda.nccl.all_reduce([torch.zeros(1, device=device)], comms=[self._comm])
+        torch.cuda.current_stream(device).synchronize()
+
+    @staticmethod
+    def new_id() -> str:
+        """A fresh unique id, base64."""
+        return base64.b64encode(torch.cuda.nccl.unique_id()).decode()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send `tensor`, contiguous, to all engine ranks. Blocks until it has left."""
+        try:
+            torch.cuda.nccl.broadcast([tensor], root=0, comms=[self._comm])
+            torch.cuda.current_stream(self.device).synchronize()
+        except RuntimeError as error:
+            raise TransportError(f"group {self.name}: broadcast failed: {error}") from error
+
+    def destroy(self) -> None:
+        """Drop the communicator. Safe to call twice."""
+        self._comm = None
 
 
 def _gloo_device(address: str) -> Any:

@@ -8,14 +8,16 @@ answered for it: LMDeploy on GPU records an event, vLLM and our receiver answer 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from stages.errors import ConfigError
 from stages.flow import Bucket, Shipment, Slot
 from stages.run import Run
+from stages.transport import cuda_ipc
 from stages.transport.base import Transport
-from stages.transport.messages import IpcMessage
+from stages.transport.messages import IpcMessage, SharedSlots
 from stages.transport.shm import Segment
 
 
@@ -28,6 +30,10 @@ class Ipc(Transport):
         self._segments: list[Segment] = []
         self._attached: dict[str, int] = {}  # engine URL -> generation of segments that it knows
         self._generation = 0
+        self._slot_bytes = 0
+        self._memories: list[torch.Tensor] = []
+        self._handles: list[list[dict[str, Any]]] = []
+        self._exported = 0
 
     def open(self, run: Run) -> None:
         if run.device.type == "cuda":
@@ -37,6 +43,7 @@ class Ipc(Transport):
         for segment in self._segments:
             segment.unlink()
         self._segments = []
+        self._memories, self._handles = [], []
         self._attached.clear()
 
     def holds_bytes(self, run: Run) -> bool:
@@ -45,8 +52,11 @@ class Ipc(Transport):
     def allocate(self, count: int, nbytes: int, run: Run) -> list[Slot]:
         self.close()
         self._generation += 1
+        self._slot_bytes = nbytes
         if run.device.type != "cpu":
-            return super().allocate(count, nbytes, run)
+            slots = super().allocate(count, nbytes, run)
+            self._memories = [s.memory for s in slots]
+            return slots
         slots = []
         for index in range(count):
             segment = Segment(nbytes)
@@ -55,12 +65,17 @@ class Ipc(Transport):
         return slots
 
     def prepare(self, run: Run) -> None:
+        if self._exported != self._generation and run.device.type == "cuda":
+            mine = [cuda_ipc.export(memory) for memory in self._memories]
+            ranks = run.comm.meet("ipc slots", mine)
+            self._handles = [list(of_slot) for of_slot in zip(*ranks, strict=True)]
+            self._exported = self._generation
         if not run.comm.is_head:
             return
-        names = [s.name for s in self._segments]
+        slots = SharedSlots(self._slot_bytes, [s.name for s in self._segments], self._handles)
         for engine in run.engines:
             if self._attached.get(engine.url) != self._generation:
-                engine.attach(names, self._segments[0].nbytes if self._segments else 0)
+                engine.attach(slots)
                 self._attached[engine.url] = self._generation
 
     def leave(self, engine: object) -> None:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSlots:
+    """The slots of an ipc ring, for receivers that map them once.
+
+    `segments` are names of shared-memory segments (CPU), `handles` per slot the CUDA IPC handles of every exporting GPU.
+    """
+
+    slot_bytes: int
+    segments: list[str] = field(default_factory=list)
+    handles: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +54,4 @@ class GroupInit:
     backend: str
     timeout: float
     bucket_bytes: int = 0
+    unique_id: str | None = None

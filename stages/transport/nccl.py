@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ from stages.errors import ConfigError, TransportError
 from stages.flow import Bucket, Shipment
 from stages.run import Run
 from stages.transport.base import Transport
-from stages.transport.group import BroadcastGroup, GroupStore
+from stages.transport.group import BroadcastGroup, GroupStore, NcclIdGroup
 from stages.transport.messages import GroupInit, GroupMessage
+
+Group = BroadcastGroup | NcclIdGroup
 
 
 @dataclass(slots=True)
 class _Live:
     """A formed group and who is in it."""
 
-    group: BroadcastGroup
+    group: Group
     engines: tuple[Engine, ...]
     inits: dict[str, GroupInit]  # by engine URL
 
@@ -105,6 +108,7 @@ class Nccl(Transport):
         assert self._store is not None
         self._generation += 1
         sizes = [e.tp for e in engines]
+        unique_id = NcclIdGroup.new_id() if run.wire.bootstrap == "unique_id" else None
         inits = {
             e.url: GroupInit(
                 master_address=self.address,
@@ -115,12 +119,16 @@ class Nccl(Transport):
                 backend="nccl" if run.device.type == "cuda" else "gloo",
                 timeout=run.timeouts.group,
                 bucket_bytes=run.current_plan.largest_bucket,
+                unique_id=unique_id,
             )
             for e, offset in zip(engines, rank_offsets(sizes), strict=True)
         }
         store, device = self._store, run.device
-        lead: Future[BroadcastGroup] = _start(lambda: BroadcastGroup.lead(store, inits[engines[0].url], device))
-        joins = {_start(lambda e=e: e.join_group(inits[e.url])): e for e in engines}
+        first = inits[engines[0].url]
+        lead: Future[Group] = _start(
+            lambda: NcclIdGroup(first, device) if unique_id else BroadcastGroup.lead(store, first, device)
+        )
+        joins = {_start(partial(e.join_group, inits[e.url])): e for e in engines}
         self._await_all([lead, *joins], run)
         return _Live(lead.result(), engines, inits)
 
@@ -128,25 +136,29 @@ class Nccl(Transport):
         """All joined, or the first refusal at once: the others are left to their own timeout."""
         pending = set(futures)
         while pending:
-            done, pending = wait(pending, timeout=run.timeouts.group + run.timeouts.connect, return_when=FIRST_COMPLETED)
+            done, pending = wait(
+                pending, timeout=run.timeouts.group + run.timeouts.connect, return_when=FIRST_COMPLETED
+            )
             if not done:
-                raise TransportError(f"the process group did not form within {run.timeouts.group} s (session.timeouts.group)")
+                raise TransportError(
+                    f"the process group did not form within {run.timeouts.group} s (session.timeouts.group)"
+                )
             # An engine's own words explain more than the trainer's timeout that they cause.
             for future in sorted(done, key=lambda f: f is futures[0]):
                 if (error := future.exception()) is not None:
                     raise error
 
     def _dissolve(self, live: _Live, reachable: tuple[Engine, ...]) -> None:
-        leaving = [_start(lambda e=e: e.leave_group(live.inits[e.url])) for e in reachable]
+        leaving = [_start(partial(e.leave_group, live.inits[e.url])) for e in reachable]
         live.group.destroy()
         wait(leaving, timeout=10.0)
 
 
-def _broadcast_all(groups: list[BroadcastGroup], memory: torch.Tensor) -> None:
+def _broadcast_all(groups: list[Group], memory: torch.Tensor) -> None:
     if len(groups) == 1:
         groups[0].broadcast(memory)
         return
-    futures = [_start(lambda g=g: g.broadcast(memory)) for g in groups]
+    futures = [_start(partial(g.broadcast, memory)) for g in groups]
     wait(futures)
     errors = [error for f in futures if (error := f.exception()) is not None]
     if errors:

@@ -38,9 +38,9 @@ class Segment:
         free = room.f_bavail * room.f_frsize
         if need > free:
             raise _no_room(need, free)
-        self._storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)  # type: ignore[attr-defined]
+        self._storage: Any = torch.UntypedStorage._new_using_filename_cpu(nbytes)
         _, handle, _ = self._storage._share_filename_cpu_()
-        self._storage._shared_incref()  # type: ignore[attr-defined]  # never the last: torch aborts if it cannot unlink
+        self._storage._shared_incref()  # never the last: torch aborts if it cannot unlink
         self.name: str = handle.decode().lstrip("/")
         self.nbytes = nbytes
         # Reserve the pages: a full /dev/shm is an error here, not a SIGBUS at the first write.
@@ -52,13 +52,13 @@ class Segment:
                 if error.errno == errno.ENOSPC:
                     raise _no_room(need, free) from error
                 raise
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage, 0, (nbytes,), (1,))
         self.memory.zero_()
 
     def lend(self, consumers: int) -> None:
         """Count `consumers` more processes that will open the segment through torch, each of which counts itself out."""
         for _ in range(consumers):
-            self._storage._shared_incref()  # type: ignore[attr-defined]
+            self._storage._shared_incref()
 
     def unlink(self) -> None:
         """Remove the file; memory that is still mapped somewhere stays valid there."""
@@ -118,4 +118,5 @@ def handle_pickle(obj: Any) -> bytes:
 
 def reduce_handle(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     """`(rebuild function, its arguments)` of a handle, as torch's own reduction makes it."""
-    return reductions.reduce_tensor(tensor)
+    reduced: tuple[Any, tuple[Any, ...]] = reductions.reduce_tensor(tensor)
+    return reduced
