@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 
 from stages.backends.base import Engine
 from stages.base import Stage
 from stages.errors import EngineError, WaitTimeout
 from stages.flow import Delivery, Shipment
 from stages.run import Run
+from stages.threads import start
 
 
 class NotifyEngines(Stage):
@@ -23,46 +25,35 @@ class NotifyEngines(Stage):
     consumes = Shipment
     produces = Delivery
 
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._workers = 0
-
-    def prepare(self, run: Run) -> None:
-        need = len(run.engines) + 1
-        if run.comm.is_head and need > self._workers:
-            self.close()
-            self._pool = ThreadPoolExecutor(need, thread_name_prefix="weightstream-notify")
-            self._workers = need
-
-    def close(self) -> None:
-        pool, self._pool, self._workers = self._pool, None, 0
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-
     def __call__(self, items: Iterator[Shipment], run: Run) -> Iterator[Delivery]:
         for shipment in items:
-            if self._pool is not None and run.comm.is_head:
-                self._deliver(shipment, self._pool, run)
+            if run.comm.is_head:
+                try:
+                    self._deliver(shipment, run)
+                except Exception as error:
+                    shipment.failure = shipment.failure or error
             yield from shipment.deliveries
             shipment.bucket.release()
 
-    def _deliver(self, shipment: Shipment, pool: ThreadPoolExecutor, run: Run) -> None:
-        start = time.perf_counter()
-        asked = {pool.submit(_put, engine, shipment, run): engine for engine in run.engines}
-        sent: Future[float] | None = pool.submit(_timed_send, shipment) if shipment.send is not None else None
+    def _deliver(self, shipment: Shipment, run: Run) -> None:
+        began = time.perf_counter()
+        asked = {start(partial(_put, engine, shipment, run), "put"): engine for engine in run.engines}
+        sent = start(partial(_timed_send, shipment), "send") if shipment.send is not None else None
         failure = _watch(set(asked), sent, run)
         for future, engine in asked.items():
             error, seconds = (future.exception(), 0.0) if future.done() else (None, 0.0)
             if error is None:
-                seconds = future.result() if future.done() else time.perf_counter() - start
+                seconds = future.result() if future.done() else time.perf_counter() - began
             if error is None and not future.done():
                 engine.state.needs_restart = True
                 error = WaitTimeout(f"{engine.url}: put: still waiting for a broadcast that was given up; restart it")
             shipment.deliveries.append(
-                Delivery(engine.url, shipment.bucket.layout.seq, seconds, error if isinstance(error, Exception) else None)
+                Delivery(
+                    engine.url, shipment.bucket.layout.seq, seconds, error if isinstance(error, Exception) else None
+                )
             )
         shipment.failure = failure
-        elapsed = time.perf_counter() - start
+        elapsed = time.perf_counter() - began
         wire = sent.result() if sent is not None and sent.done() and sent.exception() is None else 0.0
         run.clock.add("wire", wire)
         run.clock.add("apply", elapsed - wire)
@@ -91,13 +82,22 @@ def _watch(asked: set[Future[float]], sent: Future[float] | None, run: Run) -> E
     while pending:
         done, pending = wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
         if not done:
-            return failure or WaitTimeout(f"a bucket was not delivered within {run.timeouts.put} s (session.timeouts.put)")
-        for future in done:
-            error = future.exception()
-            if isinstance(error, Exception) and (failure is None or isinstance(error, EngineError)):
-                failure = error
+            return failure or WaitTimeout(
+                f"a bucket was not delivered within {run.timeouts.put} s (session.timeouts.put)"
+            )
+        failure = _cause(failure, done)
         if failure is not None and sent is not None:
             # Whoever waits in the collective now waits in vain; answers that are on their way may still come.
-            wait(pending - {sent}, timeout=1.0)
-            return failure
+            done, _ = wait(pending - {sent}, timeout=1.0)
+            return _cause(failure, done)
     return failure
+
+
+def _cause(known: Exception | None, done: set[Future[float]]) -> Exception | None:
+    """The failure to report: the first one, but an engine's own words before what they caused."""
+    for future in done:
+        error = future.exception()
+        says_more = known is None or (isinstance(error, EngineError) and not isinstance(known, EngineError))
+        if isinstance(error, Exception) and says_more:
+            known = error
+    return known

@@ -7,9 +7,7 @@ and kept; every group name has a generation number, so a dead group is never met
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +19,7 @@ from stages.backends.base import Engine
 from stages.errors import ConfigError, TransportError
 from stages.flow import Bucket, Shipment
 from stages.run import Run
+from stages.threads import start
 from stages.transport.base import Transport
 from stages.transport.group import BroadcastGroup, GroupStore, NcclIdGroup
 from stages.transport.messages import GroupInit, GroupMessage
@@ -125,10 +124,10 @@ class Nccl(Transport):
         }
         store, device = self._store, run.device
         first = inits[engines[0].url]
-        lead: Future[Group] = _start(
-            lambda: NcclIdGroup(first, device) if unique_id else BroadcastGroup.lead(store, first, device)
+        lead: Future[Group] = start(
+            lambda: NcclIdGroup(first, device) if unique_id else BroadcastGroup.lead(store, first, device), "group"
         )
-        joins = {_start(partial(e.join_group, inits[e.url])): e for e in engines}
+        joins = [start(partial(e.join_group, inits[e.url]), "group") for e in engines]
         self._await_all([lead, *joins], run)
         return _Live(lead.result(), engines, inits)
 
@@ -149,7 +148,7 @@ class Nccl(Transport):
                     raise error
 
     def _dissolve(self, live: _Live, reachable: tuple[Engine, ...]) -> None:
-        leaving = [_start(partial(e.leave_group, live.inits[e.url])) for e in reachable]
+        leaving = [start(partial(e.leave_group, live.inits[e.url]), "group") for e in reachable]
         live.group.destroy()
         wait(leaving, timeout=10.0)
 
@@ -158,22 +157,8 @@ def _broadcast_all(groups: list[Group], memory: torch.Tensor) -> None:
     if len(groups) == 1:
         groups[0].broadcast(memory)
         return
-    futures = [_start(partial(g.broadcast, memory)) for g in groups]
+    futures = [start(partial(g.broadcast, memory), "group") for g in groups]
     wait(futures)
     errors = [error for f in futures if (error := f.exception()) is not None]
     if errors:
         raise errors[0]
-
-
-def _start(action: Callable[[], Any]) -> Future[Any]:
-    """Run in a daemon thread: one that is stuck in a rendezvous must not keep the trainer from ending."""
-    future: Future[Any] = Future()
-
-    def body() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, daemon=True, name="weightstream-group").start()
-    return future
