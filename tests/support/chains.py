@@ -10,7 +10,8 @@ import torch
 
 from stages.bucket import Bucket
 from stages.comm import Comm
-from stages.flow import BucketLayout, Group, GroupSpec, Plan, TensorSpec
+from stages.flow import Bucket as BucketItem
+from stages.flow import BucketLayout, Group, GroupSpec, Plan, Shipment, TensorSpec
 from stages.run import Run, Timeouts, Wire
 from stages.transport.base import Transport
 
@@ -38,6 +39,9 @@ class Memory(Transport):
     """A transport that moves nothing: buckets lie in ordinary memory."""
 
     name = "memory"
+
+    def ship(self, bucket: BucketItem, run: Run) -> Shipment:
+        return Shipment(bucket, None)
 
 
 def make_run(wire: Wire = MIXED, **fields: Any) -> Run:
