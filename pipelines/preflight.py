@@ -29,30 +29,29 @@ def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, A
         tied.add("lm_head.weight")
     unknown = [n for n in sent if n not in expected and n not in tied and not n.endswith(_SKIPPED_SUFFIXES)]
     missing = [n for n in expected if n not in sent and n not in tied and not n.endswith(_SKIPPED_SUFFIXES)]
-    problems = _name_problems(unknown, missing)
+    problems = [f"unknown name: {n}" for n in unknown] + [f"missing: {n}" for n in missing]
     for name, spec in sent.items():
         if name in expected:
             problems += _spec_problems(spec, expected[name])
     problems += _fusion_problems(sent, expected)
     if problems:
+        hints = _hints(unknown, missing)
         quantized = config.get("quantization_config")
         if quantized and any("float8" in p or "scale" in p for p in problems):
             method = quantized.get("quant_method", "unknown")
-            problems.append(
-                f"the engine serves a checkpoint quantized with {method}; add a quantize stage that makes it"
-            )
-        raise PreflightError(engine, _shorten(problems))
+            hints.append(f"hint: the engine serves a checkpoint quantized with {method}; use quantize=auto")
+        raise PreflightError(engine, _shorten([*hints, *problems]))
 
 
-def _name_problems(unknown: list[str], missing: list[str]) -> list[str]:
-    problems = [f"unknown name: {n}" for n in unknown] + [f"missing: {n}" for n in missing]
+def _hints(unknown: list[str], missing: list[str]) -> list[str]:
+    """What may explain many mismatches at once."""
     prefix = _prefix_between(unknown, missing)
-    if prefix is not None:
-        ours, theirs = prefix
-        problems.append(
-            f"hint: {ours or '(nothing)'!s} before names here is {theirs or '(nothing)'!s} in the engine; add a Rename stage"
-        )
-    return problems
+    if prefix is None:
+        return []
+    ours, theirs = (repr(p) if p else "nothing" for p in prefix)
+    return [
+        f"hint: where names here begin with {ours}, the engine's begin with {theirs}; add a Rename stage to the recipe"
+    ]
 
 
 def _prefix_between(unknown: list[str], missing: list[str]) -> tuple[str, str] | None:
