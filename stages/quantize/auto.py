@@ -32,7 +32,9 @@ class Auto(Stage):
     produces = Group
     phase = "quantize"
 
-    def __init__(self, skip: Sequence[str] = (), allow_nonfinite: bool = False, look_ahead: bool = True) -> None:
+    def __init__(
+        self, skip: Sequence[str] | None = None, allow_nonfinite: bool = False, look_ahead: bool = True
+    ) -> None:
         self._settings = {"skip": skip, "allow_nonfinite": allow_nonfinite, "look_ahead": look_ahead}
         self.chosen: Quantize | None = None
 

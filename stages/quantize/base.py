@@ -70,8 +70,10 @@ class Quantize(Stage):
     phase = "quantize"
     format: ClassVar[str]  # as in conf/quantize and Scheme
 
-    def __init__(self, skip: Sequence[str] = (), allow_nonfinite: bool = False, look_ahead: bool = True) -> None:
-        self.skip = tuple(skip)
+    def __init__(
+        self, skip: Sequence[str] | None = None, allow_nonfinite: bool = False, look_ahead: bool = True
+    ) -> None:
+        self.skip = tuple(skip or ())
         self.allow_nonfinite = allow_nonfinite
         self.look_ahead = look_ahead
         self.scratch = Scratch()

@@ -40,7 +40,7 @@ class Fp8Block(Quantize):
     def __init__(
         self,
         block: Sequence[int] | None = None,
-        skip: Sequence[str] = (),
+        skip: Sequence[str] | None = None,
         allow_nonfinite: bool = False,
         look_ahead: bool = True,
     ) -> None:

@@ -33,7 +33,7 @@ class Int4(Quantize):
         self,
         group_size: int | None = None,
         symmetric: bool | None = None,
-        skip: Sequence[str] = (),
+        skip: Sequence[str] | None = None,
         allow_nonfinite: bool = False,
         look_ahead: bool = True,
     ) -> None:

@@ -12,12 +12,12 @@ from stages.gather.names import fusion_key
 # What no engine quantizes, whatever its lists say: embeddings, heads, routers, small projections that DeepSeek, Qwen3-Next
 # and Mamba keep wide. A whole last segment each: `gate` is a router, `gate_proj` is not.
 _KEPT_LEAVES = frozenset(
-    ("embed_tokens", "embeddings", "word_embeddings", "wte", "wpe", "lm_head", "output_head", "score", "classifier")
-    + ("gate", "router", "shared_expert_gate", "eh_proj", "weights_proj", "conv1d")
-    + ("in_proj_a", "in_proj_b", "in_proj_ba")
+    {"embed_tokens", "embeddings", "word_embeddings", "wte", "wpe", "lm_head", "output_head", "score", "classifier"}
+    | {"gate", "router", "shared_expert_gate", "eh_proj", "weights_proj", "conv1d"}
+    | {"in_proj_a", "in_proj_b", "in_proj_ba"}
 )
 _KEPT_ANYWHERE = frozenset(
-    ("visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "audio_tower")
+    {"visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "audio_tower"}
 )
 
 # Names under which engines' lists know what checkpoints hold in parts.

@@ -28,7 +28,9 @@ class Mxfp8(Quantize):
 
     format = "mxfp8"
 
-    def __init__(self, skip: Sequence[str] = (), allow_nonfinite: bool = False, look_ahead: bool = True) -> None:
+    def __init__(
+        self, skip: Sequence[str] | None = None, allow_nonfinite: bool = False, look_ahead: bool = True
+    ) -> None:
         super().__init__(skip, allow_nonfinite, look_ahead)
         self._scale = "weight_scale_inv"
 

@@ -33,7 +33,9 @@ class Nvfp4(Quantize):
 
     format = "nvfp4"
 
-    def __init__(self, skip: Sequence[str] = (), allow_nonfinite: bool = False, look_ahead: bool = True) -> None:
+    def __init__(
+        self, skip: Sequence[str] | None = None, allow_nonfinite: bool = False, look_ahead: bool = True
+    ) -> None:
         super().__init__(skip, allow_nonfinite, look_ahead)
         self._compressed = False
 

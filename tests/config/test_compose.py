@@ -32,7 +32,7 @@ CHOICES = sorted(
     )
     for file in (CONF / group).glob("*.yaml")
 )
-COMPONENTS = [choice for choice in CHOICES if choice.partition("=")[0] in schema.OPTIONS]
+COMPONENTS = [c for c in CHOICES if c.partition("=")[0] in schema.OPTIONS and c != "quantize=none"]
 
 
 def read(choice: str) -> dict:
