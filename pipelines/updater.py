@@ -16,6 +16,7 @@ from pipelines import config, preflight
 from pipelines.compose import compose_backend, compose_chain, compose_timeouts, transport_of
 from pipelines.executor import run_chain
 from pipelines.launch import EngineLauncher
+from pipelines.reference import References
 from pipelines.report import ABORTED, COMMITTED, REFUSED, TAINTED, EngineReport, Report, UpdateReport
 from pipelines.session import Session
 from pipelines.urls import normalize
@@ -23,7 +24,7 @@ from pipelines.verify import Expectation
 from stages.backends.base import Engine, Keys
 from stages.comm import Comm
 from stages.errors import ConfigError, EngineError, UpdateFailed, WeightstreamError
-from stages.flow import GroupSpec, TensorSpec
+from stages.flow import GroupSpec
 from stages.gather.checkpoint import Checkpoint
 from stages.run import Clock, Run
 
@@ -54,7 +55,8 @@ class WeightUpdater:
         self._stages = compose_chain(settings, self._backend)
         transport = transport_of(self._stages)
         self._backend.check_device(torch.device(device))
-        self._reference = Path(p) if (p := reference or settings["session"]["reference"]) else None
+        self._served = settings["session"]["reference"] or reference  # what embedded engines are started from
+        self._references = References(settings["session"]["reference"], reference)
         self._run = Run(
             comm=Comm(),
             device=torch.device(device),
@@ -67,10 +69,10 @@ class WeightUpdater:
         self.report = Report(config=config.redacted(dict(settings)))
         self._launcher = EngineLauncher()
         self._known: list[Engine] = []
+        self._wanted: list[Engine] = []  # those of the current update
         self._opened = False
         self._planned: tuple[object, ...] | None = None
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
-        self._config: dict[str, Any] = {}
         self._background: ThreadPoolExecutor | None = None
         self.on_progress: Progress | None = None
 
@@ -84,8 +86,9 @@ class WeightUpdater:
     ) -> Self:
         """From overrides as on the command line (`["backend=vllm", ...]`), or a composed config.
 
-        `reference` is the HF checkpoint folder that the engines were started from: preflight compares with it, and embedded
-        engines serve it. Raises ConfigError or CompositionError before anything starts.
+        `reference` is the HF checkpoint folder that the engines were started from: embedded engines serve it, and
+        preflight compares with it where an engine does not name a visible one itself (session.reference overrules both).
+        Raises ConfigError or CompositionError before anything starts.
         """
         return cls(config.load(source), reference=reference, device=device)
 
@@ -109,7 +112,6 @@ class WeightUpdater:
             with run.comm.together("open"):
                 if run.comm.is_head:
                     self._connect()
-                run.reference = self._find_reference()
                 for stage in self._stages:
                     stage.open(run)
         except BaseException:
@@ -154,23 +156,27 @@ class WeightUpdater:
 
     def remove_engines(self, urls: Sequence[str]) -> None:
         """From the next update on, no longer these. They keep the version they have."""
-        for url in urls:
-            normal = normalize(url)
-            engine = next((e for e in self._known if e.url == normal), None)
-            if engine is None:
-                raise ConfigError(f"{normal} is not an engine of this updater; it has {list(self.engines)}")
+        for engine in [self._find(url) for url in urls]:
             self._run.transport.leave(engine)
             self._known.remove(engine)
             engine.close()
 
     def generate(self, url: str, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """Greedy tokens of one engine and their log-probabilities (natural logarithm)."""
-        engine = next(e for e in self._known if e.url == url)
-        return engine.generate(input_ids, max_new_tokens)
+        return self._find(url).generate(input_ids, max_new_tokens)
+
+    def _find(self, url: str) -> Engine:
+        normal = normalize(url)
+        engine = next((e for e in self._known if e.url == normal), None)
+        if engine is None:
+            raise ConfigError(f"{normal} is not an engine of this updater; it has {list(self.engines)}")
+        return engine
 
     # -- updates ----------------------------------------------------------------------------------------
-    def update(self, model: Any, version: str | None = None) -> UpdateReport:
+    def update(self, model: Any, version: str | None = None, engines: Sequence[str] | None = None) -> UpdateReport:
         """Bring every engine to the weights of `model` (a torch module or an HF checkpoint folder).
+
+        With `engines`, only those of them: a rolling update is one call per part of the fleet, with one `version`.
 
         `version` defaults to a running number. Collective over all trainer ranks. Returns a report whose outcome is committed;
         raises UpdateFailed (with the report), or ConfigError, PreflightError and the like when nothing was touched.
@@ -179,6 +185,7 @@ class WeightUpdater:
             raise ConfigError("the updater is not open; use it in a with block, or call open() first")
         run = self._run
         run.model = model
+        self._wanted = self._known if engines is None else [self._find(url) for url in engines]
         run.version = version or str(sum(u.outcome == COMMITTED for u in self.report.updates) + 1)
         report = UpdateReport(run.version)
         self.report.updates.append(report)
@@ -301,7 +308,7 @@ class WeightUpdater:
     def _connect(self) -> None:
         engines = self.settings["engines"]
         if engines["kind"] == "embedded":
-            model = engines["model"] or self._reference
+            model = engines["model"] or self._served
             if model is None:
                 raise ConfigError("engines=embedded needs a checkpoint to serve: set engines.model, or give reference=")
             urls = self._launcher.start(
@@ -313,27 +320,14 @@ class WeightUpdater:
         for url, tp in zip(urls, sizes, strict=True):
             self.add_engines([url], tp)
 
-    def _find_reference(self) -> Path | None:
-        """The checkpoint that describes what engines expect: as configured, or the one that they name if we can see it."""
-        if self._reference is not None:
-            return self._reference
-        for engine in self._known:
-            try:
-                named = engine.model_path()
-            except EngineError:
-                continue
-            if named and (Path(named) / "config.json").is_file():
-                return Path(named)
-        return None
-
     def _probe(self) -> None:
         """Choose the engines of this update: those that answer, if they are as many as `engines.required` wants."""
         run = self._run
-        if not self._known:
+        if not self._wanted:
             raise ConfigError("there is no engine to update; set engines.urls, or call add_engines first")
         failures: dict[str, EngineError] = {}
         chosen = []
-        for engine in self._known:
+        for engine in self._wanted:
             before = engine.state.incarnation
             try:
                 engine.probe()
@@ -343,7 +337,7 @@ class WeightUpdater:
             if engine.url in failures or engine.state.incarnation != before:
                 run.transport.leave(engine)
         required = self.settings["engines"]["required"]
-        need = len(self._known) if required == "all" else int(required)
+        need = len(self._wanted) if required == "all" else min(int(required), len(self._wanted))
         if len(chosen) < need:
             first = next(iter(failures.values()))
             raise first if len(failures) == 1 else WeightstreamError("; ".join(str(e) for e in failures.values()))
@@ -359,7 +353,9 @@ class WeightUpdater:
     def _plan(self) -> None:
         """Plan anew when the metadata changed; else the last plan, its layout and its hash serve on."""
         run = self._run
-        run.expected = self._expected()
+        checkpoint = self._reference()
+        run.expected = checkpoint.specs if checkpoint else None
+        run.reference = checkpoint.folder if checkpoint else None
         specs: tuple[GroupSpec, ...] = tuple(self._stages[0].plan((), run))
         key = (specs, run.wire)
         if key == self._planned and run.plan is not None:
@@ -370,25 +366,23 @@ class WeightUpdater:
             specs = tuple(stage.plan(specs, run))
         self._planned = key
 
-    def _expected(self) -> dict[str, TensorSpec] | None:
-        if self._run.reference is None:
-            return None
-        if self._run.expected is None:
-            checkpoint = Checkpoint(self._run.reference)
-            self._run.expected, self._config = checkpoint.specs, checkpoint.config
-        return self._run.expected
+    def _reference(self) -> Checkpoint | None:
+        """The checkpoint of the first engine that has one; other ranks follow what rank 0 found."""
+        found = None
+        if self._run.comm.is_head:
+            found = next((c for e in self._run.engines if (c := self._references.of(e)) is not None), None)
+        if self._run.comm.world_size == 1:
+            return found
+        folder = self._run.comm.meet("reference", str(found.folder) if found else "")[0]
+        return self._references.open(folder) if folder else None
 
     def _preflight(self) -> None:
-        run = self._run
-        if run.expected is None:
-            log.warning(
-                "preflight: nothing says what the engines expect; set session.reference to their checkpoint folder"
-            )
-            return
-        for engine in run.engines:
-            key = (run.current_plan.hash, engine.state.incarnation)
-            if self._checked.get(engine.url) != key:
-                preflight.check(run.current_plan, run.expected, self._config, engine.url)
+        plan = self._run.current_plan
+        for engine in self._run.engines:
+            key = (plan.hash, engine.state.incarnation)
+            checkpoint = self._references.of(engine)
+            if checkpoint is not None and self._checked.get(engine.url) != key:
+                preflight.check(plan, checkpoint.specs, checkpoint.config, engine.url)
                 self._checked[engine.url] = key
 
     def _progress(self, total: int) -> Callable[[int], None]:

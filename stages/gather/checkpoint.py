@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Checkpoint:
         config = self.folder / "config.json"
         self.config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         return {name: placed.spec for name, placed in self.tensors.items()}
 
