@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from stages.errors import PlanMismatch
 from stages.flow import Group, GroupSpec
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class GroupMapper(Stage):
 
     def __call__(self, items: Iterator[Group], run: Run) -> Iterator[Group]:
         for group in items:
+            if group.spec not in self._mapped:
+                names = [t.name for t in group.spec.tensors]
+                raise PlanMismatch(f"group {names} streamed by {type(self).__name__}, which had not planned it")
             out = self._mapped[group.spec]
             if out is not None:
                 yield self.map_group(group, out)
@@ -99,5 +103,7 @@ class Rename(GroupMapper):
     def map_group(self, group: Group, spec: GroupSpec) -> Group:
         if len(spec.tensors) == len(group.tensors):
             return Group(spec, group.tensors)
-        kept = tuple(t for t, s in zip(group.tensors, group.spec.tensors, strict=True) if self.rename(s.name) is not None)
+        kept = tuple(
+            t for t, s in zip(group.tensors, group.spec.tensors, strict=True) if self.rename(s.name) is not None
+        )
         return Group(spec, kept)
