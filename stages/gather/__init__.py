@@ -49,6 +49,12 @@ class GatherParams(Stage):
         self._readers = {leaf.name: leaf.read for leaf in leaves}
         return group_specs([self._wire_spec(leaf, run) for leaf in leaves], aliases)
 
+    def prepare(self, run: Run) -> None:
+        if isinstance(run.model, torch.nn.Module):
+            for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):
+                if tensor.is_meta:
+                    raise ConfigError(f"{name} is on the meta device and has no values to send; load the weights first")
+
     def __call__(self, items: Iterator[None], run: Run) -> Iterator[Group]:
         if run.device.type == "cuda":
             torch.cuda.current_stream(run.device).synchronize()  # the optimizer step may still be running

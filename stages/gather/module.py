@@ -37,18 +37,18 @@ def leaves_of(module: torch.nn.Module) -> tuple[list[Leaf], list[tuple[str, str]
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     persistent = _persistent_buffers(module)
     named |= {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in persistent}
-    named = without_adapters(named, all_merged=_all_merged(module))
     clean = strip_wrappers(named)
-    owners: dict[tuple[object, ...], str] = {}
+    plain = without_adapters({clean[n]: t for n, t in named.items()}, all_merged=_all_merged(module))
+    owners: dict[tuple[object, ...], list[Leaf]] = {}
     leaves: list[Leaf] = []
     aliases: list[tuple[str, str]] = []
-    for raw, tensor in named.items():
-        identity = _identity(tensor)
-        if identity in owners:
-            aliases.append((clean[raw], owners[identity]))
-            continue
-        owners[identity] = clean[raw]
-        leaves += _expand(clean[raw], tensor)
+    for name, tensor in plain.items():
+        parts = _expand(name, tensor)
+        owner = owners.setdefault(_identity(tensor), parts)
+        if owner is parts or len(owner) != len(parts):
+            leaves += parts
+        else:
+            aliases += [(mine.name, theirs.name) for mine, theirs in zip(parts, owner, strict=True)]
     return leaves, aliases
 
 
@@ -63,13 +63,23 @@ def without_adapters(named: dict[str, torch.Tensor], all_merged: bool) -> dict[s
             f"the module has {len(adapters)} unmerged LoRA tensors, first {adapters[0]}; merge the adapter into the base "
             f"weights (peft: model.merge_adapter()) before the update"
         )
-    saved = {_SAVED.sub("", n): t for n, t in named.items() if _SAVED.search(n)}
+    saved: dict[str, str] = {}
+    for name in filter(_SAVED.search, named):
+        plain = _SAVED.sub("", name)
+        if plain in saved:
+            raise PlanMismatch(
+                f"{plain} has two trained copies, {saved[plain]} and {name}; delete the adapter that is not meant"
+            )
+        saved[plain] = name
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         if _LORA.search(name) or _SAVED.search(name):
             continue
         plain = name.replace(".original_module.", ".").replace(".base_layer.", ".")
-        kept[plain] = saved.get(plain, tensor)
+        if plain in kept:
+            raise PlanMismatch(f"{name} and another tensor are both {plain} in the base model")
+        kept[plain] = named[saved[plain]] if plain in saved else tensor
+    kept |= {plain: named[name] for plain, name in saved.items() if plain not in kept}
     if kept and all(n.startswith("base_model.model.") for n in kept):
         kept = {n.removeprefix("base_model.model."): t for n, t in kept.items()}
     return kept
