@@ -126,10 +126,10 @@ class _FolderSource:
             Leaf(s.name, s.dtype, s.shape, lambda n=s.name: self._reader.read(n))  # type: ignore[misc]
             for s in self._checkpoint.specs.values()
         ]
-        names = set(self._checkpoint.tensors)
-        target = next((n for n in names if n.endswith("embed_tokens.weight")), None)
-        if self._checkpoint.tied and target and "lm_head.weight" not in names:
-            return leaves, [("lm_head.weight", target)]
+        names = self._checkpoint.tensors
+        embeddings = [n for n in names if n.endswith("embed_tokens.weight")]
+        if self._checkpoint.tied and embeddings and "lm_head.weight" not in names:
+            return leaves, [("lm_head.weight", min(embeddings, key=len))]  # layers may have embeddings of their own
         return leaves, []
 
     def __enter__(self) -> None:

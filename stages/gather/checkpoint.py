@@ -51,8 +51,7 @@ class Checkpoint:
         if not self.folder.is_dir():
             raise ConfigError(f"checkpoint folder {self.folder} does not exist")
         self.tensors = _read_headers(self.folder)
-        config = self.folder / "config.json"
-        self.config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+        self.config = _read_config(self.folder / "config.json")
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -101,6 +100,16 @@ class CheckpointReader:
         self._open = self._file = None
 
 
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return config
+
+
 def _read_headers(folder: Path) -> dict[str, Placed]:
     index = folder / INDEX
     if index.is_file():
@@ -147,5 +156,5 @@ def read_header(file: Path) -> list[TensorSpec]:
         if 8 + length + end != size:
             raise ValueError(f"{size} bytes long, its header says {8 + length + end}")
         return specs
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file} is not a complete safetensors file: {error}") from error
