@@ -1,6 +1,8 @@
 """Options of the whole test suite."""
 
 import pytest
+from support.processes import child as child
+from support.processes import victim as victim
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

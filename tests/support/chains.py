@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import settings
 
 from stages.bucket import Bucket
 from stages.comm import Comm
@@ -14,6 +15,9 @@ from stages.flow import Bucket as BucketItem
 from stages.flow import BucketLayout, Group, GroupSpec, Plan, Shipment, TensorSpec
 from stages.run import Run, Timeouts, Wire
 from stages.transport.base import Transport
+
+settings.register_profile("weightstream", deadline=None, max_examples=30, derandomize=True)
+settings.load_profile("weightstream")
 
 DTYPES = (
     torch.float8_e4m3fn,

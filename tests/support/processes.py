@@ -1,0 +1,107 @@
+"""Other processes that run functions of the tests. Starting one costs seconds, so they serve many tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Outcome:
+    """What became of a call: its value, or the error it raised (class name, text, full traceback)."""
+
+    value: Any = None
+    error: str | None = None
+    text: str = ""
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.text}" if self.error else f"returned {self.value!r}"
+
+
+class Pool:
+    """`size` processes, numbered from 0."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def start(self, index: int, function: Callable[..., Any], *args: Any) -> None:
+        self._pipes[index].send((function, args))
+
+    def result(self, index: int, timeout: float = 60.0) -> Outcome:
+        """The outcome of the call that runs there. A process that died is the error "EOFError"."""
+        if not self._pipes[index].poll(timeout):
+            raise AssertionError(f"process {index} did not answer within {timeout} s")
+        try:
+            outcome: Outcome = self._pipes[index].recv()
+        except (EOFError, ConnectionError) as error:
+            return Outcome(error="EOFError", text=str(error))
+        return outcome
+
+    def each(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
+        """`function(index, *args)` in every process at once."""
+        for index in range(len(self.processes)):
+            self.start(index, function, index, *args)
+        return [self.result(index, timeout) for index in range(len(self.processes))]
+
+    def call(self, function: Callable[..., Any], *args: Any, index: int = 0, timeout: float = 60.0) -> Any:
+        """The value of `function(*args)` in one process; its error fails the test with the traceback from there."""
+        self.start(index, function, *args)
+        outcome = self.result(index, timeout)
+        assert outcome.error is None, f"in the other process:\n{outcome.trace}"
+        return outcome.value
+
+    def kill(self, index: int) -> None:
+        self.processes[index].kill()
+        self.processes[index].join(10.0)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.join(10.0)
+            pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            outcome = Outcome(function(*args))
+        except BaseException as error:
+            outcome = Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+        pipe.send(outcome)
+
+
+@pytest.fixture(scope="session")
+def child() -> Iterator[Pool]:
+    """One other process, shared by all tests: leave it as you found it."""
+    pool = Pool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def victim() -> Iterator[Pool]:
+    """One other process of this test alone, to be killed."""
+    pool = Pool(1)
+    yield pool
+    pool.close()
