@@ -40,10 +40,12 @@ def run(settings: dict[str, Any], output: Path) -> int:
                 update = updater.update(trainer.source)
                 if settings["session"]["verify"]["probe"]:
                     _prove(updater, update, trainer)
+                log.info("update %d: version %s %s, %d bytes", number + 1, update.version, update.outcome, update.bytes)
     finally:
         updater.report.write(output / REPORT)
-        report_view.show(updater.report.to_json(), console)
-        console.print(f"report: {output / REPORT}", soft_wrap=True)
+        if updater.report.updates:
+            report_view.show(updater.report.to_json(), console)
+            console.print(f"report: {output / REPORT}", soft_wrap=True)
     return 0 if updater.report.outcome == "committed" else 1
 
 
