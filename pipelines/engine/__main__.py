@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+
+from pipelines.engine.settings import Settings, check_exposure
+from stages.errors import ConfigError
+
+API_KEY = "WEIGHTSTREAM_ENGINE_API_KEY"
+ADMIN_KEY = "WEIGHTSTREAM_ENGINE_ADMIN_KEY"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -36,15 +43,51 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from pipelines.engine.serve import serve
-    from stages.errors import ConfigError
-
     try:
-        serve(arguments)
+        settings = settings_of(arguments)
+        listener = bind(arguments.host, arguments.port)
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        # Where torchao is installed, transformers imports it: three seconds for formats that the engine does not serve.
+        sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
+        from pipelines.engine.serve import serve
+
+        serve(settings, listener, exit_with_parent=arguments.exit_with_parent)
     except ConfigError as error:
         sys.exit(f"error: {error}")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Checked settings; the keys are taken out of the environment, so that child processes do not get them."""
+    settings = Settings(
+        model=arguments.model,
+        backend=arguments.backend,
+        tp=arguments.tp,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        on_fatal=arguments.on_fatal,
+        engine_version=arguments.engine_version,
+        prefix_cache=arguments.prefix_cache,
+        group_timeout=arguments.group_timeout,
+        max_body_bytes=arguments.max_body_bytes,
+        api_key=os.environ.pop(API_KEY, None) or None,
+        admin_key=os.environ.pop(ADMIN_KEY, None) or None,
+    )
+    check_exposure(arguments.host, settings.api_key)
+    return settings
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds its port from here on. Raises ConfigError where it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"port: cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
 
 
 if __name__ == "__main__":

@@ -75,12 +75,14 @@ class Common:
             Field("seed", optional(integer), None),
             Field("ignore_eos", boolean, True),
         )
+        if refusal := self._protocol.refuses_generation():
+            return refusal
         prompt, limit = body.pop("input_ids"), body.pop("max_new_tokens")
         try:
             request = self._engine.request(prompt, limit, **body)
         except ValueError as error:
             return JSONResponse(self._protocol.error(400, str(error)), 400)
-        done = self._engine.generate(request)
+        done = self._protocol.run(request)
         content: dict[str, Any] = {
             "output_ids": done.output,
             "logprobs": done.json_logprobs(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 
 from stages.errors import ConfigError
 
@@ -35,6 +36,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.backend not in EMULATED:
             raise ConfigError(f"backend: {self.backend!r} is not one of {', '.join(EMULATED)}")
+        if not (Path(self.model) / "config.json").is_file():
+            raise ConfigError(f"model: {self.model} is not a Hugging Face checkpoint: it has no config.json")
         if self.tp < 1:
             raise ConfigError(f"tp: {self.tp} is not a number of ranks")
         if self.version not in SUPPORTED[self.backend]:

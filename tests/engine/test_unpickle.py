@@ -92,8 +92,14 @@ def test_dotted_and_private_ways_to_a_global_are_refused(name: bytes) -> None:
 @pytest.mark.parametrize("state", [b"}S'x'\nI1\ns", b"(N}S'__code__'\nI1\nst", b"(N}S'x'\nI1\nst"])
 @pytest.mark.parametrize(
     "name",
-    [b"ctorch\nTensor\n", b"ctorch.storage\nUntypedStorage\n", b"ctorch._utils\n_rebuild_tensor_v2\n"]
-    + [b"ctypes\nSimpleNamespace\n", b"ctorch\nbfloat16\n", b"ccollections\nOrderedDict\n"],
+    [
+        b"ctorch\nTensor\n",
+        b"ctorch.storage\nUntypedStorage\n",
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ctypes\nSimpleNamespace\n",
+        b"ctorch\nbfloat16\n",
+        b"ccollections\nOrderedDict\n",
+    ],
 )
 def test_nothing_that_a_payload_names_can_be_changed(name: bytes, state: bytes) -> None:
     with pytest.raises((BlockedError, AttributeError, TypeError)):

@@ -65,7 +65,7 @@ class Loader:
             if self.skips(name):
                 continue
             try:
-                note = self.apply(name, value)
+                self.apply(name, value, outcome)
             except UnknownNameError as error:
                 if self.ignores(name):
                     outcome.notes.append(f"unknown name {name} was ignored")
@@ -75,12 +75,13 @@ class Loader:
             except Exception as error:
                 outcome.error = str(error)
                 return
-            outcome.applied.append(name)
-            if note is not None:
-                outcome.notes.append(note)
 
-    def apply(self, name: str, value: torch.Tensor) -> str | None:
-        return self.weights.apply(name, value)
+    def apply(self, name: str, value: torch.Tensor, outcome: Outcome) -> None:
+        """Write one tensor and record it."""
+        note = self.weights.apply(name, value)
+        outcome.applied.append(self.weights.tied.get(name, name))
+        if note is not None:
+            outcome.notes.append(note)
 
     def load_folder(self, folder: str) -> Outcome:
         """Apply a checkpoint folder that this process can see."""

@@ -38,16 +38,16 @@ class LmdeployLoader(Loader):
     def skips(self, name: str) -> bool:
         return super().skips(name) or name.endswith(_DERIVED)
 
-    def apply(self, name: str, value: torch.Tensor) -> str | None:
+    def apply(self, name: str, value: torch.Tensor, outcome: Outcome) -> None:
         """Plain floats for a block-fp8 weight are quantized here, as LMDeploy does on load."""
         target = self.weights.tensors.get(name)
         block = self.weights.block
         if block is None or target is None or target.dtype != torch.float8_e4m3fn or value.dtype == target.dtype:
-            return super().apply(name, value)
+            super().apply(name, value, outcome)
+            return
         codes, scales = quantize(value, block)
-        self.weights.apply(name, codes)
-        self.weights.apply(name + SCALE_SUFFIX, scales)
-        return None
+        super().apply(name, codes, outcome)
+        super().apply(name + SCALE_SUFFIX, scales, outcome)
 
     def load_or_lose(self, tensors: list[tuple[str, torch.Tensor]], outcome: Outcome) -> None:
         """After a level-2 sleep the parameters are on the meta device, where a copy succeeds and does nothing."""
@@ -151,7 +151,7 @@ class LmdeployLoader(Loader):
         else:
             outcome.notes.append("a bucket without a handle read the cached tensor of an earlier one")
         if handle is not None and self.device.type == "cuda":
-            self._event = torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event.from_ipc_handle(self.device, handle)
         if self._event is not None:
             self._event.wait()
         assert self.slot is not None

@@ -116,7 +116,7 @@ class VllmLoader(Loader):
                 outcome.notes.append(cast_note(spec.name, spec.dtype, target.dtype))
         if start + piece.numel() == spec.nbytes:
             self._received.add(spec.name)
-            outcome.applied.append(spec.name)
+            outcome.applied.append(self.weights.tied.get(spec.name, spec.name))
 
     def _target(self, spec: TensorSpec) -> torch.Tensor:
         try:

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from pipelines.engine.engine import Engine, FatalError
+from pipelines.engine.generation import Generation
 from pipelines.engine.schema import InvalidRequestError
 from pipelines.engine.web import REAL_ENGINE, Endpoint, has_key
 
@@ -39,6 +40,14 @@ class Protocol(ABC):
     def gate(self, method: str, path: str, headers: Headers, admin: bool) -> Response | None:
         """The answer to a request that must not reach its handler: no key, asleep. None lets it pass."""
         return None
+
+    def refuses_generation(self) -> Response | None:
+        """The answer to a new request that the engine does not even queue now."""
+        return None
+
+    def run(self, generation: Generation) -> Generation:
+        """Run a request under the engine's own rules for pauses."""
+        return self.engine.generate(generation)
 
     def guarded_by_key(self, headers: Headers) -> Response | None:
         """Our own routes ask for the key of the generation routes."""

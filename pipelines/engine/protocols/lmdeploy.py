@@ -11,7 +11,7 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.loading.base import Outcome
 from pipelines.engine.loading.lmdeploy import LmdeployLoader
 from pipelines.engine.protocols.base import Protocol
-from pipelines.engine.protocols.completions import Completions
+from pipelines.engine.protocols.completions import Completions, token_answer
 from pipelines.engine.schema import (
     Field,
     InvalidRequestError,
@@ -21,6 +21,7 @@ from pipelines.engine.schema import (
     integer,
     list_of,
     mapping,
+    number,
     optional,
     text,
 )
@@ -51,6 +52,7 @@ class Lmdeploy(Protocol):
             Endpoint("/health", self.health, ("GET",)),
             Endpoint("/v1/models", self._completions.models, ("GET",)),
             Endpoint("/v1/completions", self.json_only(self._completions.create)),
+            Endpoint("/generate", self.json_only(self.generate)),
             Endpoint("/update_weights", self.json_only(self.update_weights)),
             Endpoint("/init_weights_update_group", self.json_only(self.init_group)),
             Endpoint("/update_weights_from_distributed", self.json_only(self.update_distributed)),
@@ -75,13 +77,18 @@ class Lmdeploy(Protocol):
         return PlainTextResponse("Internal Server Error", 500, headers=note_header(f"logs only: {error}"))
 
     def gate(self, method: str, path: str, headers: Headers, admin: bool) -> Response | None:
-        if method == "POST" and path in _INFERENCE and self.asleep:
-            words = "Engine is sleeping; call POST /wakeup before inference (e.g. tags=weights&tags=kv_cache)."
-            return JSONResponse(self.error(503, words), 503)
+        if method == "POST" and path in _INFERENCE and (refusal := self.refuses_generation()):
+            return refusal
         key = self.settings.api_key
         if key and not path.startswith(_OPEN_PREFIXES) and not has_key(headers, key):
             return JSONResponse(self.error(401, "Unauthorized."), 401)
         return None
+
+    def refuses_generation(self) -> Response | None:
+        if not self.asleep:
+            return None
+        words = "Engine is sleeping; call POST /wakeup before inference (e.g. tags=weights&tags=kv_cache)."
+        return JSONResponse(self.error(503, words), 503)
 
     def state(self) -> dict[str, Any]:
         return {"paused": bool(self.asleep), "sleeping": sorted(self.asleep), "session": None}
@@ -97,6 +104,26 @@ class Lmdeploy(Protocol):
             return response
 
         return checked
+
+    def generate(self, call: Call) -> Response:
+        body = call.read(
+            Field("input_ids", list_of(integer)),
+            Field("max_tokens", integer, 128),
+            Field("temperature", optional(number), None),
+            Field("return_logprob", optional(boolean), None),
+            Field("ignore_eos", optional(boolean), False),
+        )
+        temperature = 1.0 if body["temperature"] is None else body["temperature"]
+        try:
+            request = self.engine.request(
+                body["input_ids"], body["max_tokens"], temperature=temperature, ignore_eos=bool(body["ignore_eos"])
+            )
+        except ValueError as error:
+            return JSONResponse(self.error(400, str(error)), 400)
+        done = self.engine.generate(request)
+        content = token_answer(done, logprobs=bool(body["return_logprob"]))
+        content["meta_info"]["finish_reason"] = {"type": done.finish}
+        return answer(content)
 
     def health(self, call: Call) -> Response:
         return answer({"status": "sleeping" if self.asleep else "healthy", "message": ""})

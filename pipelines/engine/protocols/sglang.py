@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from pipelines.engine.engine import Engine, FatalError
+from pipelines.engine.generation import Generation
 from pipelines.engine.loading.base import Outcome
 from pipelines.engine.protocols.base import Protocol
 from pipelines.engine.protocols.rwlock import ReadersWriter
@@ -112,6 +113,9 @@ class Sglang(Protocol):
 
     def state(self) -> dict[str, Any]:
         return {"paused": self.pause_mode, "sleeping": sorted(self.released), "session": self.session}
+
+    def run(self, generation: Generation) -> Generation:
+        return self.generation.run(generation)
 
     @property
     def paused(self) -> bool:

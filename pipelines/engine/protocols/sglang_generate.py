@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
 
+from pipelines.engine.generation import Generation
 from pipelines.engine.protocols.completions import token_answer, token_ids
 from pipelines.engine.schema import Field, boolean, integer, mapping, number, optional, text
 from pipelines.engine.web import Call, Endpoint, answer
@@ -42,6 +43,13 @@ class SglangGenerate:
         with self._resumed:
             self._resumed.notify_all()
 
+    def run(self, generation: Generation) -> Generation:
+        """Wait while generation is paused, then run as a reader of the weights."""
+        with self._resumed:
+            self._resumed.wait_for(lambda: not self._protocol.paused or self._engine.dead is not None)
+        with self._protocol.lock.reading():
+            return self._engine.generate(generation)
+
     def generate(self, call: Call) -> Response:
         body = call.read(
             Field("input_ids", lambda value: value),
@@ -61,10 +69,7 @@ class SglangGenerate:
             )
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
-        with self._resumed:
-            self._resumed.wait_for(lambda: not self._protocol.paused or self._engine.dead is not None)
-        with self._protocol.lock.reading():
-            done = self._engine.generate(request)
+        done = self.run(request)
         content = token_answer(done, logprobs=body["return_logprob"])
         meta: dict[str, Any] = content["meta_info"]
         if done.finish == "abort":

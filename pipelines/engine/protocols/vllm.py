@@ -125,6 +125,14 @@ class Vllm(Protocol):
     def state(self) -> dict[str, Any]:
         return {"paused": self.pause_mode, "sleeping": sorted(self.asleep), "session": self.session}
 
+    def refuses_generation(self) -> Response | None:
+        """0.33.0 rejects new requests in abort and wait mode; 0.32.0 queues them in all modes."""
+        if not self.rejects or self.pause_mode not in ("abort", "wait"):
+            return None
+        body = self.error(503, "The engine is paused; retry after /resume.")
+        body["error"]["code"] = "engine_paused"
+        return JSONResponse(body, 503)
+
     def health(self, call: Call) -> Response:
         return Response(status_code=200)
 
@@ -314,14 +322,8 @@ class Vllm(Protocol):
             scheduler.flush()
 
     def _unless_paused(self, handler: Any) -> Any:
-        """0.33.0 rejects new requests in abort and wait mode; 0.32.0 queues them in all modes."""
-
         def checked(call: Call) -> Response:
-            if self.rejects and self.pause_mode in ("abort", "wait"):
-                body = self.error(503, "The engine is paused; retry after /resume.")
-                body["error"]["code"] = "engine_paused"
-                return JSONResponse(body, 503)
-            response: Response = handler(call)
+            response: Response = self.refuses_generation() or handler(call)
             return response
 
         return checked
