@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pipelines.report import COMMITTED, TAINTED, EngineReport
 from stages.backends.base import PROOFS, Engine
-from stages.errors import EngineUnreachable, WeightstreamError
+from stages.errors import EngineUnreachable
 from stages.run import Run
 
 log = logging.getLogger("weightstream")
@@ -56,13 +56,15 @@ class Session:
         if failures:
             raise next(iter(failures.values()))
 
-    def abort(self, cause: Exception) -> None:
+    def abort(self, cause: BaseException) -> None:
         """After a failure: close what is open, taint what may be half loaded, resume what was not touched."""
         for engine in self._engines:
             report = self.reports[engine.url]
             if report.outcome == COMMITTED:
                 continue
-            report.error = report.error or str(cause)
+            report.error = report.error or str(cause) or type(cause).__name__
+            if engine.state.needs_restart:
+                report.error += "; it may be stuck in the broadcast: restart it"
             if engine.state.begun:
                 self._taint(engine, report.error)
                 self._best_effort(engine, "abort", lambda e=engine: e.abort(self._run))  # type: ignore[misc]
@@ -81,7 +83,8 @@ class Session:
         if PROOFS.index(level) < PROOFS.index(minimum):
             raise engine.fail("verify", f"proved only {level!r}, session.verify.minimum is {minimum!r}")
         report.outcome, report.version = COMMITTED, self._run.version
-        engine.state.version, engine.state.tainted, engine.state.begun = self._run.version, None, False
+        state = engine.state
+        state.version, state.tainted, state.begun, state.needs_restart = self._run.version, None, False, False
 
     def _resume(self, engine: Engine) -> None:
         engine.resume(self._run)
@@ -90,7 +93,7 @@ class Session:
     def _best_effort(self, engine: Engine, what: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except WeightstreamError as error:
+        except Exception as error:
             log.warning("engine %s: %s after the failure did not work: %s", engine.url, what, error)
             report = self.reports[engine.url]
             report.error = f"{report.error}; then {what}: {error}" if report.error else str(error)

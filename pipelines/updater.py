@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,7 +70,7 @@ class WeightUpdater:
         self.report = Report(config=config.redacted(dict(settings)))
         self._launcher = EngineLauncher()
         self._known: list[Engine] = []
-        self._wanted: list[Engine] = []  # those of the current update
+        self._asked: Sequence[str] | None = None  # the engines of the current update; None: all
         self._opened = False
         self._planned: tuple[object, ...] | None = None
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
@@ -126,14 +127,13 @@ class WeightUpdater:
         if self._background is not None:
             self._background.shutdown(wait=True)
             self._background = None
-        try:
-            for stage in reversed(self._stages):
-                stage.close()
-        finally:
+        with ExitStack() as closing:  # the last one first, each of them whatever the others do
+            closing.callback(self._launcher.close)
             for engine in self._known:
-                engine.close()
+                closing.callback(engine.close)
+            for stage in self._stages:
+                closing.callback(stage.close)
             self._known = []
-            self._launcher.close()
 
     # -- engines --------------------------------------------------------------------------------------
     @property
@@ -185,7 +185,7 @@ class WeightUpdater:
             raise ConfigError("the updater is not open; use it in a with block, or call open() first")
         run = self._run
         run.model = model
-        self._wanted = self._known if engines is None else [self._find(url) for url in engines]
+        self._asked = engines
         run.version = version or str(sum(u.outcome == COMMITTED for u in self.report.updates) + 1)
         report = UpdateReport(run.version)
         self.report.updates.append(report)
@@ -220,13 +220,17 @@ class WeightUpdater:
         run.folder = None
         run.comm.begin(run.update)
         session: Session | None = None
+        earlier = report.outcome
         try:
             expectation = self._make_ready(report)
             if run.comm.is_head:
                 session = Session(run)
             self._send(session, expectation, report)
-        except Exception as error:
-            return self._failed(session, error, report)
+        except BaseException as error:
+            self._failed(session, error, report, earlier)
+            if not isinstance(error, Exception):
+                raise
+            return False
         finally:
             report.seconds |= {p: run.clock.seconds.get(p) for p in report.seconds if p != "total"}
             if session is not None:
@@ -243,10 +247,11 @@ class WeightUpdater:
         with run.comm.together("probe"):
             if run.comm.is_head:
                 self._probe()
-        self._plan()
+        with run.comm.together("plan"):
+            self._plan()
         plan = run.current_plan
         report.tensors, report.buckets, report.bytes = len(plan.tensors), len(plan.buckets), plan.nbytes
-        hashes = run.comm.meet("plan", plan.hash)
+        hashes = run.comm.meet("plan hash", plan.hash)
         if len(set(hashes)) > 1:
             raise WeightstreamError(
                 f"trainer ranks planned different updates: {hashes}; their models or configs differ"
@@ -256,7 +261,8 @@ class WeightUpdater:
                 self._preflight()
         expectation = Expectation(self._stages, run)
         if self.settings["session"]["verify"]["minimum"] == "digest":
-            expectation.compute()
+            with run.comm.together("digests"):
+                expectation.compute()
         with run.comm.together("prepare"):
             for stage in self._stages:
                 stage.prepare(run)
@@ -272,7 +278,7 @@ class WeightUpdater:
             if session is not None:
                 session.begin()
         run.progress = self._progress(report.bytes)
-        with clock.time("transfer"):
+        with run.comm.together("transfer"), clock.time("transfer"):
             run_chain(self._stages, run)
         with run.comm.together("finish"):
             if session is not None:
@@ -280,29 +286,32 @@ class WeightUpdater:
                 session.prepare()
                 session.finish(self.settings["session"]["verify"]["minimum"], expectation.prove)
 
-    def _failed(self, session: Session | None, error: Exception, report: UpdateReport) -> bool:
-        """Leave everything so that the next update can run. Returns False, or raises what no retry cures."""
-        run = self._run
-        for stage in self._stages:
-            stage.aborted()
-        run.transport.discard(run)
-        report.error, self._cause = str(error), error
-        if session is None:
-            if report.outcome == REFUSED:
-                if run.comm.is_head:
-                    report.engines = [EngineReport(e.url, REFUSED, e.state.version) for e in self._known]
-                raise error
-            report.outcome = TAINTED if run.comm.world_size > 1 else report.outcome
-            log.warning("update %s, attempt %d failed: %s", run.version, report.attempts, error)
-            return False
-        session.abort(error)
-        for engine in run.engines:
-            if session.reports[engine.url].outcome != COMMITTED:
-                run.transport.leave(engine)
-        outcomes = {r.outcome for r in session.reports.values()}
-        report.outcome = TAINTED if TAINTED in outcomes else ABORTED
-        log.warning("update %s, attempt %d failed: %s", run.version, report.attempts, error)
-        return False
+    def _failed(self, session: Session | None, error: BaseException, report: UpdateReport, earlier: str) -> None:
+        """Leave everything so that the next update can run. Raises what no retry cures: nothing was touched, ever."""
+        run, words = self._run, str(error) or type(error).__name__
+        first, self._cause = report.attempts == 1, error
+        log.warning("update %s, attempt %d failed: %s", run.version, report.attempts, words)
+        report.error = words if first else f"{report.error}; attempt {report.attempts}: {words}"
+        try:
+            for stage in self._stages:
+                stage.aborted()
+            run.transport.discard(run)
+        finally:
+            if session is not None:
+                session.abort(error)
+        if session is not None:
+            for engine in run.engines:
+                if session.reports[engine.url].outcome != COMMITTED:
+                    run.transport.leave(engine)
+            outcomes = {r.outcome for r in session.reports.values()}
+            report.outcome = TAINTED if TAINTED in outcomes else ABORTED
+        elif report.outcome == REFUSED and first:
+            report.engines = [_untouched(e) for e in self._known]
+            raise error
+        elif report.outcome == REFUSED:
+            report.outcome = earlier  # what the attempts before it left behind
+        elif not run.comm.is_head:
+            report.outcome = TAINTED  # rank 0 knows better
 
     # -- the steps of getting ready ---------------------------------------------------------------------
     def _connect(self) -> None:
@@ -323,11 +332,12 @@ class WeightUpdater:
     def _probe(self) -> None:
         """Choose the engines of this update: those that answer, if they are as many as `engines.required` wants."""
         run = self._run
-        if not self._wanted:
+        wanted = self._known if self._asked is None else [self._find(url) for url in self._asked]
+        if not wanted:
             raise ConfigError("there is no engine to update; set engines.urls, or call add_engines first")
         failures: dict[str, EngineError] = {}
         chosen = []
-        for engine in self._wanted:
+        for engine in wanted:
             before = engine.state.incarnation
             try:
                 engine.probe()
@@ -337,14 +347,14 @@ class WeightUpdater:
             if engine.url in failures or engine.state.incarnation != before:
                 run.transport.leave(engine)
         required = self.settings["engines"]["required"]
-        need = len(self._wanted) if required == "all" else min(int(required), len(self._wanted))
+        need = len(wanted) if required == "all" else min(int(required), len(wanted))
         if len(chosen) < need:
             first = next(iter(failures.values()))
             raise first if len(failures) == 1 else WeightstreamError("; ".join(str(e) for e in failures.values()))
         run.engines = chosen
         self._missed = failures
 
-    _cause: Exception | None = None
+    _cause: BaseException | None = None
     _missed: Mapping[str, EngineError] = {}
 
     def _absent(self) -> list[EngineReport]:
@@ -395,3 +405,9 @@ class WeightUpdater:
                 self.on_progress(min(done, total), total)
 
         return advance
+
+
+def _untouched(engine: Engine) -> EngineReport:
+    """The part in an update that was refused."""
+    state = engine.state
+    return EngineReport(engine.url, TAINTED if state.tainted else REFUSED, state.version, error=state.tainted)

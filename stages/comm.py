@@ -7,13 +7,15 @@ by the others when their wait runs out.
 from __future__ import annotations
 
 import json
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Protocol
 
 from stages.errors import RemoteRankError, WaitTimeout
+
+_LONGEST_NAP = 0.01  # seconds between two looks at the store
 
 
 class Store(Protocol):
@@ -22,7 +24,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def check(self, keys: list[str]) -> bool: ...
     def delete_key(self, key: str) -> bool: ...
 
 
@@ -39,17 +41,22 @@ class Comm:
         self._epoch = 0
         self._meetings = 0
         self._previous: str | None = None
+        self._agreed: BaseException | None = None
 
     @classmethod
     def from_torch(cls, timeout: float = 120.0) -> Comm:
-        """The ranks of torch.distributed's default group, or this process alone where there is none."""
-        import torch.distributed
+        """The ranks of torch.distributed's default group, or this process alone where there is none.
 
-        dist: Any = torch.distributed
+        Ranks make their Comms in the same order: the first of one rank meets the first of another.
+        """
+        import torch.distributed as dist
+
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(timeout=timeout)
-        store = dist.PrefixStore("weightstream", dist.distributed_c10d._get_default_store())
-        return cls(dist.get_rank(), dist.get_world_size(), store, timeout)
+        rank, shared = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        mine = shared.add(f"weightstream/comms/{rank}", 1)
+        store = dist.distributed_c10d.PrefixStore(f"weightstream/{mine}", shared)
+        return cls(rank, dist.get_world_size(), store, timeout)
 
     @property
     def is_head(self) -> bool:
@@ -58,91 +65,89 @@ class Comm:
 
     def begin(self, epoch: int) -> None:
         """Start counting meetings anew for update `epoch`, so that ranks that failed apart meet again."""
-        self._epoch, self._meetings = epoch, 0
+        self._epoch, self._meetings, self._agreed = epoch, 0, None
 
     def meet(self, what: str, value: Any = None, error: BaseException | None = None) -> list[Any]:
-        """Wait until every rank is here; returns each rank's JSON-able `value`, by rank, if rank 0.. all gave one.
+        """Wait until every rank is here; returns each rank's JSON-able `value`, by rank, if all gave one.
 
         If a rank came with an `error`, it re-raises that, and all others raise RemoteRankError with its words; with
-        several, the lowest rank's counts. Raises WaitTimeout naming the ranks that did not come.
+        several, the lowest rank's counts. Raises WaitTimeout naming the ranks that did not come. An interrupt is told to
+        the others without waiting for them.
         """
         if self.world_size == 1:
             if error is not None:
                 raise error
             return [value]
-        assert self._store is not None
         self._meetings += 1
         key = f"{self._epoch}/{self._meetings}"  # not `what`: ranks that parted ways must still hear of errors
-        if value is not None:
-            self._store.set(f"{key}/value/{self.rank}", json.dumps(value))
-        if error is not None:
-            self._store.set(f"{key}/error/{self.rank}", _describe(error))
-            self._store.add(f"{key}/errors", 1)
-        self._store.set(f"{key}/here/{self.rank}", "1")
-        if self._store.add(f"{key}/count", 1) == self.world_size:
-            self._store.set(f"{key}/all", "1")
-        self._await(what, key, error)
-        if self._store.add(f"{key}/errors", 0):
-            self._raise_lowest(key, error)
         values = [value] * self.world_size
-        if value is not None:
-            values = [json.loads(self._store.get(f"{key}/value/{r}")) for r in range(self.world_size)]
-        self._forget_previous(key)
+        try:
+            self._arrive(key, value, error)
+            failure = self._failure(what, key, error)
+            if failure is None:
+                if value is not None:
+                    values = [json.loads(self._get(f"{key}/here/{r}")) for r in range(self.world_size)]
+                self._forget_previous(key)
+        except RuntimeError as lost:  # what torch raises when the process that holds the store is gone
+            failure = error or WaitTimeout(
+                f"trainer ranks could not meet for {what!r}: the process that holds torch.distributed's store, usually rank "
+                f"0, does not answer: {lost}"
+            )
+        if failure is not None:
+            self._agreed = failure
+            raise failure
         return values
 
-    def attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """Run `action` on every rank and meet: returns rank 0's JSON-able result, or raises on all ranks alike."""
-        value, error = None, None
-        try:
-            value = action()
-        except Exception as caught:
-            error = caught
-        return self.meet(what, value, error)[0]
-
     @contextmanager
-    def together(self, what: str) -> Any:
+    def together(self, what: str) -> Iterator[None]:
         """Run the block on every rank and meet at its end; an error of one rank is an error of all."""
         error: BaseException | None = None
         try:
             yield
-        except Exception as caught:
+        except BaseException as caught:
             error = caught
+        if error is not None and error is self._agreed:
+            raise error  # every rank has heard of it
         self.meet(what, error=error)
 
-    def _await(self, what: str, key: str, error: BaseException | None) -> None:
+    def _arrive(self, key: str, value: Any, error: BaseException | None) -> None:
         assert self._store is not None
-        try:
-            self._store.wait([f"{key}/all"], timedelta(seconds=self.timeout))
-        except Exception as timed_out:
-            if error is not None:
-                raise error from None
-            absent = [r for r in range(self.world_size) if not self._has(f"{key}/here/{r}")]
-            raise WaitTimeout(
-                f"trainer ranks {absent} did not reach {what!r} within {self.timeout} s (session.timeouts.agree): "
-                f"they died, hang, or did not call update()"
-            ) from timed_out
+        if error is not None:
+            self._store.set(f"{key}/error/{self.rank}", _describe(error))
+            self._store.add(f"{key}/errors", 1)
+        self._store.set(f"{key}/here/{self.rank}", json.dumps(value))
+        if self._store.add(f"{key}/count", 1) == self.world_size:
+            self._store.set(f"{key}/all", "1")
 
-    def _has(self, key: str) -> bool:
+    def _failure(self, what: str, key: str, error: BaseException | None) -> BaseException | None:
+        """Wait for all, then: why the meeting failed, from this rank's point of view."""
         assert self._store is not None
-        try:
-            self._store.wait([key], timedelta(milliseconds=10))
-            return True
-        except Exception:
-            return False
+        if error is not None and not isinstance(error, Exception):
+            return error
+        deadline, nap = time.monotonic() + self.timeout, 0.0001
+        while not self._store.check([f"{key}/all"]):
+            if time.monotonic() > deadline:
+                absent = [r for r in range(self.world_size) if not self._store.check([f"{key}/here/{r}"])]
+                return error or WaitTimeout(
+                    f"trainer ranks {absent} did not reach {what!r} within {self.timeout} s (session.timeouts.agree): "
+                    f"they died, hang, or did not call update()"
+                )
+            time.sleep(nap)
+            nap = min(nap * 1.5, _LONGEST_NAP)
+        if not self._store.add(f"{key}/errors", 0):
+            return None
+        first = next(r for r in range(self.world_size) if self._store.check([f"{key}/error/{r}"]))
+        return error if first == self.rank else RemoteRankError(first, self._get(f"{key}/error/{first}"))
 
-    def _raise_lowest(self, key: str, error: BaseException | None) -> None:
+    def _get(self, key: str) -> str:
         assert self._store is not None
-        failed = next((r for r in range(self.world_size) if self._has(f"{key}/error/{r}")), self.rank)
-        if error is not None and failed == self.rank:
-            raise error
-        raise RemoteRankError(failed, self._store.get(f"{key}/error/{failed}").decode())
+        return self._store.get(key).decode()
 
     def _forget_previous(self, key: str) -> None:
         """Whoever is at this meeting has left the previous one: its keys can go."""
         assert self._store is not None
         if self._previous is not None:
-            for name in ("here", "value"):
-                self._store.delete_key(f"{self._previous}/{name}/{self.rank}")
+            self._store.delete_key(f"{self._previous}/here/{self.rank}")
             if self.rank == 0:
                 for name in ("count", "errors", "all"):
                     self._store.delete_key(f"{self._previous}/{name}")
