@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio.to_thread
@@ -67,10 +69,21 @@ def _endpoint(protocol: Protocol, handler: Handler, limit: int) -> Callable[[Req
         data = await _read_body(request, limit)
         if data is None:
             return JSONResponse(protocol.error(413, f"the body exceeds {limit} bytes"), 413)
-        call = Call(request.method, request.url.path, request.query_params, request.headers, data)
-        return await run_in_threadpool(_run, protocol, handler, call)
+        gone = threading.Event()
+        call = Call(request.method, request.url.path, request.query_params, request.headers, data, gone)
+        watch = asyncio.create_task(_watch_client(request, gone))
+        try:
+            return await run_in_threadpool(_run, protocol, handler, call)
+        finally:
+            watch.cancel()
 
     return endpoint
+
+
+async def _watch_client(request: Request, gone: threading.Event) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
 
 
 async def _read_body(request: Request, limit: int) -> bytes | None:

@@ -82,7 +82,7 @@ class Common:
             request = self._engine.request(prompt, limit, **body)
         except ValueError as error:
             return JSONResponse(self._protocol.error(400, str(error)), 400)
-        done = self._protocol.run(request)
+        done = self._protocol.run(request, call)
         content: dict[str, Any] = {
             "output_ids": done.output,
             "logprobs": done.json_logprobs(),

@@ -14,15 +14,17 @@ import torch
 
 from pipelines.engine.generation import Generation
 from pipelines.engine.ledger import Ledger
+from pipelines.engine.loading import make_loader
 from pipelines.engine.loading.base import Loader, Outcome, merge
 from pipelines.engine.model import ServedModel
 from pipelines.engine.prefix import PrefixCache
-from pipelines.engine.ranks import RankLostError, Ranks, device_of, make_loader
+from pipelines.engine.ranks import RankLostError, Ranks, device_of
 from pipelines.engine.scheduler import Scheduler
 from pipelines.engine.settings import Settings
 from stages.transport.messages import GroupInit
 
 PREFIX_BLOCKS = 4096
+DISCONNECT_POLL_SECONDS = 0.2
 
 
 class FatalError(Exception):
@@ -77,10 +79,12 @@ class Engine:
         init = GroupInit(**body, timeout=self.settings.group_timeout)
         return merge(self.control("join_group", asdict(init)))
 
-    def generate(self, generation: Generation) -> Generation:
-        """Run a request to its end. Raises FatalError where the engine died under it."""
+    def generate(self, generation: Generation, gone: threading.Event) -> Generation:
+        """Run a request to its end; abort it when its client is gone. Raises FatalError where the engine died under it."""
         self.scheduler.submit(generation)
-        generation.done.wait()
+        while not generation.done.wait(DISCONNECT_POLL_SECONDS):
+            if gone.is_set():
+                self.scheduler.abort([generation.rid])
         if generation.error is not None:
             raise self.dead or FatalError(generation.error)
         return generation

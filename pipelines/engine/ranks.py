@@ -7,34 +7,19 @@ rank's own number, so that per-rank mistakes show, and generates on rank 0 only.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
-import os
-import signal
 import threading
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
 from pipelines.engine.loading.base import Loader
-from pipelines.engine.weights import Weights
-
-LOADERS = {
-    "lmdeploy": "pipelines.engine.loading.lmdeploy:LmdeployLoader",
-    "sglang": "pipelines.engine.loading.sglang:SglangLoader",
-    "vllm": "pipelines.engine.loading.vllm:VllmLoader",
-}
+from pipelines.engine.rank_process import serve_rank
 
 
 class RankLostError(Exception):
     """A rank's process ended or its call raised something that no engine catches."""
-
-
-def make_loader(backend: str, rank: int, weights: Weights, device: torch.device, model_type: str) -> Loader:
-    module, _, name = LOADERS[backend].partition(":")
-    cls: type[Loader] = getattr(importlib.import_module(module), name)
-    return cls(rank, weights, device, model_type)
 
 
 class Ranks:
@@ -86,7 +71,9 @@ class _Remote:
     def __init__(self, context: Any, backend: str, rank: int) -> None:
         self.rank = rank
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, backend, rank), name=f"rank-{rank}", daemon=True)
+        self.process = context.Process(
+            target=serve_rank, args=(theirs, backend, rank), name=f"rank-{rank}", daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -111,32 +98,3 @@ def device_of(device: str, rank: int) -> str:
     if not device.startswith("cuda"):
         return device
     return f"cuda:{rank % torch.cuda.device_count()}"
-
-
-def _serve(pipe: Connection, backend: str, rank: int) -> None:
-    """A rank's process: answers calls until its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    loader: Loader | None = None
-    while True:
-        try:
-            method, args = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            if method == "load":
-                folder, dtype, device, tied, model_type = args
-                weights = Weights.replica(folder, dtype, device, tied)
-                loader = make_loader(backend, rank, weights, torch.device(device), model_type)
-                pipe.send((True, None))
-            else:
-                pipe.send((True, getattr(loader, method)(*args)))
-        except Exception as error:
-            pipe.send((False, f"{type(error).__name__}: {error}"))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,10 +26,17 @@ BACKLOG = 1024
 def serve(settings: Settings, listener: socket.socket, *, exit_with_parent: bool) -> None:
     """Serve until a signal, or the end of standard input where that was asked for. Raises ConfigError at the start."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(number, _end_early)
     if exit_with_parent:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     _Server(Engine(settings), listener).run_to_the_end()
+
+
+def _end_early(number: int, frame: FrameType | None) -> None:
+    """Before it listens there is nothing to finish."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
 
 
 def _exit_with_parent() -> None:

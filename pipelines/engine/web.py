@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,17 @@ NOTES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, read whole. Its parts raise InvalidRequestError for what the engine's framework would refuse."""
+    """One request, read whole. Its parts raise InvalidRequestError for what the engine's framework would refuse.
+
+    `gone` is set when the client closed its connection.
+    """
 
     method: str
     path: str
     query: QueryParams
     headers: Headers
     data: bytes
+    gone: threading.Event
 
     def json(self) -> Any:
         return parse_json(self.data, self.headers.get("content-type", ""))

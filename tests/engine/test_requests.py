@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import requests
 
+from pipelines.engine.generation import Generation
 from pipelines.engine.settings import Settings, check_exposure
 from stages.errors import ConfigError
 from tests.engine.checkpoints import Folders
@@ -168,6 +170,19 @@ def test_every_backend_describes_itself(start: Start, backend: str) -> None:
     assert digest["incarnation"] == state["incarnation"]
     assert digest["version"] is None
     assert set(digest["tensors"]) == set(params) - {"tied"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_whose_client_is_gone_is_aborted(start: Start, backend: str) -> None:
+    engine = start(backend)
+    submitted: list[Generation] = []
+    submit = engine.engine.scheduler.submit
+    engine.engine.scheduler.submit = lambda g: (submitted.append(g), submit(g))  # type: ignore[assignment]
+    with pytest.raises(requests.ReadTimeout):
+        body = {"input_ids": PROMPT, "max_new_tokens": 900}
+        requests.post(f"{engine.url}/weightstream/generate", json=body, timeout=0.1)
+    assert submitted[0].done.wait(5)
+    assert submitted[0].finish == "abort"
 
 
 def test_tied_names_are_listed(start: Start, folders: Folders) -> None:

@@ -9,6 +9,8 @@ import pytest
 import requests
 import torch
 
+from pipelines.engine.protocols import sglang_generate
+from stages.digest import tensor_digest
 from tests.engine.checkpoints import Folders, tensors_of
 from tests.engine.client import LONG_PROMPT, PROMPT, LocalEngine, wait_until
 from tests.engine.conftest import Start
@@ -280,6 +282,15 @@ def test_requests_sent_while_paused_wait(engine: LocalEngine) -> None:
     assert engine.get("/ready").status_code == 200
 
 
+def test_health_generates_a_token_and_fails_while_paused(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_generate, "HEALTH_TIMEOUT", 0.1)
+    assert engine.get("/health").status_code == 200
+    engine.post("/pause_generation", {"mode": "in_place"})
+    assert engine.get("/health").status_code == 503
+    engine.post("/continue_generation", {})
+    assert engine.get("/health").status_code == 200
+
+
 def test_cached_prefixes_survive_an_update_without_a_flush(engine: LocalEngine, folders: Folders) -> None:
     engine.probe(LONG_PROMPT)
     update = {"model_path": str(folders.qwen3_b), "flush_cache": False}
@@ -335,6 +346,4 @@ def test_checksums_tell_models_apart(engine: LocalEngine, start: Start, folders:
 
 
 def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    from stages.digest import tensor_digest
-
     return {name: tensor_digest(tensor) for name, tensor in tensors.items()}

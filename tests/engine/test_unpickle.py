@@ -109,7 +109,7 @@ def test_nothing_that_a_payload_names_can_be_changed(name: bytes, state: bytes) 
 
 
 def test_a_storage_that_carries_code_is_not_unpickled() -> None:
-    inner = pickle.dumps(Reduces(os.system, "true"))
+    inner = pickle.dumps(Reduces(os.system, "true"), 2)
     payload = Reduces(torch.storage._load_from_bytes, inner)
     with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|blocked|invalid"):
         loads(pickle.dumps(payload))

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from pipelines.engine.engine import Engine, FatalError
 from pipelines.engine.generation import Generation
 from pipelines.engine.schema import InvalidRequestError
-from pipelines.engine.web import REAL_ENGINE, Endpoint, has_key
+from pipelines.engine.web import REAL_ENGINE, Call, Endpoint, has_key
 
 
 class Protocol(ABC):
@@ -45,9 +45,9 @@ class Protocol(ABC):
         """The answer to a new request that the engine does not even queue now."""
         return None
 
-    def run(self, generation: Generation) -> Generation:
+    def run(self, generation: Generation, call: Call) -> Generation:
         """Run a request under the engine's own rules for pauses."""
-        return self.engine.generate(generation)
+        return self.engine.generate(generation, call.gone)
 
     def guarded_by_key(self, headers: Headers) -> Response | None:
         """Our own routes ask for the key of the generation routes."""

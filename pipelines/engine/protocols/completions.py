@@ -54,7 +54,7 @@ class Completions:
             )
         except ValueError as error:
             return JSONResponse(self._error(400, str(error)), 400)
-        done = self._engine.generate(request)
+        done = self._engine.generate(request, call.gone)
         if body["logprobs"] is not None and None in done.json_logprobs():
             return JSONResponse(self._error(400, "Out of range float values are not JSON compliant: nan"), 400)
         return answer(self._completion(done, model, body))

@@ -120,7 +120,7 @@ class Lmdeploy(Protocol):
             )
         except ValueError as error:
             return JSONResponse(self.error(400, str(error)), 400)
-        done = self.engine.generate(request)
+        done = self.engine.generate(request, call.gone)
         content = token_answer(done, logprobs=bool(body["return_logprob"]))
         content["meta_info"]["finish_reason"] = {"type": done.finish}
         return answer(content)

@@ -114,8 +114,8 @@ class Sglang(Protocol):
     def state(self) -> dict[str, Any]:
         return {"paused": self.pause_mode, "sleeping": sorted(self.released), "session": self.session}
 
-    def run(self, generation: Generation) -> Generation:
-        return self.generation.run(generation)
+    def run(self, generation: Generation, call: Call) -> Generation:
+        return self.generation.run(generation, call)
 
     @property
     def paused(self) -> bool:

@@ -43,12 +43,12 @@ class SglangGenerate:
         with self._resumed:
             self._resumed.notify_all()
 
-    def run(self, generation: Generation) -> Generation:
+    def run(self, generation: Generation, call: Call) -> Generation:
         """Wait while generation is paused, then run as a reader of the weights."""
         with self._resumed:
             self._resumed.wait_for(lambda: not self._protocol.paused or self._engine.dead is not None)
         with self._protocol.lock.reading():
-            return self._engine.generate(generation)
+            return self._engine.generate(generation, call.gone)
 
     def generate(self, call: Call) -> Response:
         body = call.read(
@@ -69,7 +69,7 @@ class SglangGenerate:
             )
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
-        done = self.run(request)
+        done = self.run(request, call)
         content = token_answer(done, logprobs=body["return_logprob"])
         meta: dict[str, Any] = content["meta_info"]
         if done.finish == "abort":

@@ -296,7 +296,7 @@ class Vllm(Protocol):
             temperature=float(sampling.get("temperature", 1.0)),
             ignore_eos=boolean(sampling.get("ignore_eos", False)),
         )
-        done = self.engine.generate(request)
+        done = self.engine.generate(request, call.gone)
         choice: dict[str, Any] = {"index": 0, "finish_reason": done.finish, "token_ids": done.output}
         choice |= {"logprobs": None, "weight_versions": done.spans()}
         if sampling.get("logprobs") is not None:
