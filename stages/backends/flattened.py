@@ -41,9 +41,9 @@ def names_of(layout: BucketLayout) -> dict[str, Any]:
     }
 
 
-def encode(obj: Any) -> str:
+def encode(obj: Any, device_by_uuid: bool = False) -> str:
     """base64 of a pickle in which tensors are handles."""
-    return base64.b64encode(handle_pickle(obj)).decode()
+    return base64.b64encode(handle_pickle(obj, device_by_uuid)).decode()
 
 
 class PayloadCache:

@@ -120,6 +120,8 @@ class LmdeployEngine(Engine):
                 "finished": False,
             }
             self._update_params(body)
+            if self._event is not None:
+                self._event.synchronize()  # recorded by the engine once it has read the slot
         elif isinstance(message, GroupMessage):
             body = {**names_of(layout), "group_name": message.group_names[self.url]}
             body |= {"load_format": "flattened_bucket", "finished": False}
@@ -196,7 +198,6 @@ class LmdeployEngine(Engine):
         """One interprocess event both ways: filled (recorded here) and consumed (recorded by the engine)."""
         if self._event is None:
             self._event = torch.cuda.Event(interprocess=True)
-        self._event.synchronize()
         self._event.record()
         return {"event_ipc_handle": self._event.ipc_handle()}
 

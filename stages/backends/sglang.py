@@ -155,7 +155,8 @@ class SglangEngine(Engine):
         assert slot is not None
         if slot.memory.is_cuda:
             # Its reply is no device sync: a fresh export, kept by torch until the engine has dropped its references.
-            return encode({"flattened_tensor": bucket.memory.clone(), "metadata": metadata_of(layout, 1)})
+            fresh = bucket.memory.clone()
+            return encode({"flattened_tensor": fresh, "metadata": metadata_of(layout, 1)}, device_by_uuid=True)
         if (cached := self._payloads.get(bucket)) is not None:
             return cached
         return self._payloads.put(

@@ -21,6 +21,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from stages.errors import TransportError
+from stages.transport.cuda_ipc import DEVICE_ARG, device_uuid
 
 SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 64
@@ -101,18 +102,29 @@ def attach(name: str, nbytes: int) -> torch.Tensor:
 class _HandlePickler(ForkingPickler):
     """Pickles tensors as handles: CPU storages by file name, CUDA tensors as IPC handles; never the bytes."""
 
+    device_by_uuid = False
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             if not obj.is_shared():
                 raise TransportError("a CPU tensor outside shared memory cannot be sent as a handle")
             return reductions.rebuild_storage_filename, (torch.UntypedStorage, *obj._share_filename_cpu_())
+        if self.device_by_uuid and isinstance(obj, torch.Tensor) and obj.is_cuda:
+            rebuild, args = reductions.reduce_tensor(obj)
+            return rebuild, (*args[:DEVICE_ARG], device_uuid(obj.device), *args[DEVICE_ARG + 1 :])
         return NotImplemented
 
 
-def handle_pickle(obj: Any) -> bytes:
-    """Pickle `obj` with every tensor in it replaced by a handle that another process on this host can open."""
+def handle_pickle(obj: Any, device_by_uuid: bool = False) -> bytes:
+    """Pickle `obj` with every tensor in it replaced by a handle that another process on this host can open.
+
+    With `device_by_uuid` a CUDA handle names its GPU by UUID, for receivers that understand that (SGLang): an index means
+    another GPU where CUDA_VISIBLE_DEVICES differs.
+    """
     out = io.BytesIO()
-    _HandlePickler(out, pickle.HIGHEST_PROTOCOL).dump(obj)
+    pickler = _HandlePickler(out, pickle.HIGHEST_PROTOCOL)
+    pickler.device_by_uuid = device_by_uuid
+    pickler.dump(obj)
     return out.getvalue()
 
 
