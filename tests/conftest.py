@@ -2,6 +2,7 @@
 
 import pytest
 from support.processes import child as child
+from support.processes import pair as pair
 from support.processes import victim as victim
 
 

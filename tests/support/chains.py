@@ -36,7 +36,7 @@ SPLIT = Wire(mixed=True, split=True, align=256, aliases="duplicate", digest=True
 FOLDER = Wire(mixed=True, split=False, align=1, aliases="duplicate", digest=True)
 WIRES = {"mixed": MIXED, "one dtype": ONE_DTYPE, "split": SPLIT, "folder": FOLDER}
 
-SHORT = Timeouts(connect=1.0, control=2.0, put=2.0, group=2.0, agree=2.0)
+SHORT = Timeouts(connect=5.0, control=10.0, put=10.0, group=10.0, agree=20.0)
 
 
 class Memory(Transport):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,5 +104,30 @@ def child() -> Iterator[Pool]:
 def victim() -> Iterator[Pool]:
     """One other process of this test alone, to be killed."""
     pool = Pool(1)
+    yield pool
+    pool.close()
+
+
+def _join(rank: int, size: int, port: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+
+
+def ranks(size: int) -> Pool:
+    """`size` processes that are the ranks of a gloo process group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pool = Pool(size)
+    failed = [str(o) for o in pool.each(_join, size, port) if o.error]
+    assert not failed, failed
+    return pool
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pool]:
+    """Two trainer ranks, shared by all tests: leave them in step with each other."""
+    pool = ranks(2)
     yield pool
     pool.close()

@@ -26,7 +26,7 @@ class Ends:
 
     def __init__(self, count: int = 2, send: Callable[[], None] | None = None, **timeouts: float) -> None:
         self.engines = [FakeEngine(f"http://engine{i}:1") for i in range(count)]
-        self.run = make_run(timeouts=Timeouts(**({"put": 5.0, "connect": 1.0} | timeouts)))
+        self.run = make_run(timeouts=Timeouts(**({"put": 60.0, "connect": 1.0} | timeouts)))
         self.run.engines = list(self.engines)
         for engine in self.engines:
             engine.is_paused = engine.in_session = True
@@ -66,7 +66,7 @@ def test_every_engine_gets_every_bucket(ends: Ends) -> None:
 
 
 def test_all_engines_are_asked_at_once(ends: Ends) -> None:
-    meeting = threading.Barrier(2, timeout=5.0)
+    meeting = threading.Barrier(2, timeout=20.0)
     for engine in ends.engines:
         engine.fail("put", meeting.wait)
     _, deliveries = ends.one()
@@ -172,7 +172,7 @@ def test_a_refusal_is_noticed_while_the_broadcast_waits_for_the_one_that_will_no
     stuck.fail("put", join(collective))
     started = time.monotonic()
     shipment, deliveries = ends.one()
-    assert time.monotonic() - started < 4.0, "it waited for the timeout of the broadcast"
+    assert time.monotonic() - started < 15.0, "it waited for the timeout of the broadcast"
     assert "unknown group" in str(shipment.failure)
     assert "unknown group" in str(deliveries[0].error)
     assert isinstance(deliveries[1].error, WaitTimeout)
@@ -230,7 +230,7 @@ def test_requests_that_hang_on_do_not_starve_the_next_update() -> None:
     ends.one()  # leaves a request and the broadcast behind
     ends.send = None
     ends.stage.prepare(ends.run)
-    meeting = threading.Barrier(2, timeout=3.0)
+    meeting = threading.Barrier(2, timeout=20.0)
     for engine in ends.engines:
         engine.fail("put", meeting.wait)
     shipment, _ = ends.one()
@@ -255,7 +255,7 @@ def test_more_engines_than_before_get_more_workers(ends: Ends) -> None:
         engine.is_paused = engine.in_session = True
     ends.run.engines = list(ends.engines)
     ends.stage.prepare(ends.run)
-    meeting = threading.Barrier(6, timeout=5.0)
+    meeting = threading.Barrier(6, timeout=20.0)
     for engine in ends.engines:
         engine.fail("put", meeting.wait)
     shipment, deliveries = ends.one()

@@ -63,7 +63,7 @@ class Chain:
 
     def __init__(self, source: Source | None = None, sink: Sink | None = None, slots: int = 2, depth: int = 1) -> None:
         self.source, self.bucket, self.sink = source or Source(), BucketStage(64, slots), sink or Sink()
-        self.run = make_run(MIXED, transport=Memory(), timeouts=Timeouts(put=5.0))
+        self.run = make_run(MIXED, transport=Memory(), timeouts=Timeouts(put=60.0))
         self.bucket.plan(tuple(g.spec for g in GROUPS), self.run)
         self.stages = [self.source, self.bucket, Prefetch(depth), self.sink]
 
@@ -145,7 +145,7 @@ def test_a_failure_downstream_stops_the_thread(error: BaseException, at: int, sl
     started = time.monotonic()
     with pytest.raises(type(error)):
         chain()
-    assert time.monotonic() - started < 4.0, "it waited for a timeout"
+    assert time.monotonic() - started < 30.0, "it waited for a timeout"
     chain.sink.on = lambda index: None
     chain.sink.seen.clear()
     chain()  # all slots are there again
