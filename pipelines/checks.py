@@ -117,10 +117,10 @@ def _scalar(f: Field[Any], path: str, value: Any, folder: str) -> Any:
             )
         return word
     if f.metadata.get("positive") and not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"{path}: {value!r} must be a finite number above zero")
+        raise ConfigError(f"{path}: {value!r} must be a finite number above zero\n  write for instance {path}=1")
     low, high = f.metadata.get("range", (None, None))
     if low is not None and not low <= value <= high:
-        raise ConfigError(f"{path}: {value} must lie between {low} and {high}")
+        raise ConfigError(f"{path}: {value} must lie between {low} and {high}\n  write for instance {path}={low}")
     if f.metadata.get("path") and value is not None:
         return os.path.normpath(os.path.join(folder, os.path.expanduser(value)))
     return value
@@ -132,14 +132,18 @@ def _engines(engines: dict[str, Any]) -> None:
     count = len(engines["urls"]) if "urls" in engines else engines["count"]
     sizes = engines["tp"] if isinstance(engines["tp"], list) else [engines["tp"]] * count
     if not all(isinstance(tp, int) and not isinstance(tp, bool) and tp > 0 for tp in sizes):
-        raise ConfigError(f"engines.tp: {engines['tp']!r} must be a whole number above zero, or a list of them")
+        raise ConfigError(
+            f"engines.tp: {engines['tp']!r} must be a whole number above zero\n  write engines.tp=1, or a list"
+        )
     if len(sizes) != count:
         raise ConfigError(
             f"engines.tp lists {len(sizes)} engines, there are {count}\n  give one number for all, or one each"
         )
     required = engines["required"]
     if required != "all" and not (isinstance(required, int) and 1 <= required <= count):
-        raise ConfigError(f"engines.required: {required!r} must be all, or a number from 1 to {count}")
+        raise ConfigError(
+            f"engines.required: {required!r} must be all, or a number from 1 to {count}\n  write engines.required=all"
+        )
 
 
 def _recipe(recipe: dict[str, Any], tree: dict[str, Any]) -> None:
