@@ -88,7 +88,6 @@ class Ipc(Transport):
         payloads = {}
         if bucket.slot is not None:
             for engine in run.engines:
-                bucket.slot.handle.lend(engine.tp)
                 payloads[engine.url] = [engine.encode_ipc(bucket, run)] * engine.tp
         return Shipment(bucket, IpcMessage(payloads))
 

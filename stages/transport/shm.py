@@ -13,6 +13,7 @@ import io
 import mmap
 import os
 import pickle
+import struct
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from stages.transport.cuda_ipc import DEVICE_ARG, device_uuid
 
 SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 64
+_HOLDERS = 1 << 30
 
 
 class Segment:
@@ -39,27 +41,25 @@ class Segment:
         free = room.f_bavail * room.f_frsize
         if need > free:
             raise _no_room(need, free)
-        self._storage: Any = torch.UntypedStorage._new_using_filename_cpu(nbytes)
+        self._storage: Any = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
         _, handle, _ = self._storage._share_filename_cpu_()
-        self._storage._shared_incref()  # never the last: torch aborts if it cannot unlink
         self.name: str = handle.decode().lstrip("/")
         self.nbytes = nbytes
-        # Reserve the pages: a full /dev/shm is an error here, not a SIGBUS at the first write.
-        with open(SHM_DIR / self.name, "r+b") as file:
+        with open(SHM_DIR / self.name, "r+b", buffering=0) as file:
             try:
+                # Reserve the pages: a full /dev/shm is an error here, not a SIGBUS at the first write.
                 os.posix_fallocate(file.fileno(), 0, need)
             except OSError as error:
                 self.unlink()
                 if error.errno == errno.ENOSPC:
                     raise _no_room(need, free) from error
                 raise
+            finally:
+                # Whoever opens it through torch counts itself out, once per time: torch must never see the last one go,
+                # since it would remove the file, or abort where it is gone.
+                file.write(struct.pack("i", _HOLDERS))
         self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage, 0, (nbytes,), (1,))
         self.memory.zero_()
-
-    def lend(self, consumers: int) -> None:
-        """Count `consumers` more processes that will open the segment through torch, each of which counts itself out."""
-        for _ in range(consumers):
-            self._storage._shared_incref()
 
     def unlink(self) -> None:
         """Remove the file; memory that is still mapped somewhere stays valid there."""
@@ -79,8 +79,10 @@ def attach(name: str, nbytes: int) -> torch.Tensor:
 
     Raises TransportError when it does not exist, is not ours to open, or is smaller than `nbytes`.
     """
-    if "/" in name or not name.startswith("torch_"):
+    if not isinstance(name, str) or "/" in name or not name.startswith("torch_"):
         raise TransportError(f"{name!r} is not the name of a shared-memory segment of ours")
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise TransportError(f"shared memory {name}: {nbytes!r} is no number of bytes")
     path = SHM_DIR / name
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -96,6 +98,8 @@ def attach(name: str, nbytes: int) -> torch.Tensor:
         mapped = mmap.mmap(fd, nbytes + HEADER_BYTES)
     finally:
         os.close(fd)
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES, count=nbytes)
 
 
