@@ -67,8 +67,8 @@ class Nvfp4(Quantize):
             peaks.append(peak(weight.tensor, weight.dtype, self.scratch))
             self.check(weight, peaks[-1])
         amax = torch.stack(peaks).amax().clamp(min=AMAX_FLOOR)
-        # The two conventions are reciprocals, each computed by a division of its own as its users compute it.
-        written = FP8_MAX * FP4_MAX / amax if self._compressed else amax / (FP8_MAX * FP4_MAX)
+        # Two conventions, reciprocal to one another. compressed-tensors computes its own by way of 1 / amax.
+        written = amax.reciprocal() * (FP8_MAX * FP4_MAX) if self._compressed else amax / (FP8_MAX * FP4_MAX)
         for weight, (packed, scales, total) in zip(weights, made, strict=True):
             total.copy_(written.view(total.shape))
             for rows in pieces(packed.shape[0], rows_per_piece(2 * packed.shape[1])):

@@ -100,7 +100,8 @@ def store_scale(scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     out.copy_(scale)
     if out.dtype == torch.float32:
         return scale
-    out.clamp_min_(torch.finfo(out.dtype).tiny)
+    limits = torch.finfo(out.dtype)
+    out.clamp_min_(limits.tiny * limits.eps)  # its smallest number
     return out.float()
 
 

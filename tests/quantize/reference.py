@@ -99,7 +99,7 @@ def nvfp4(x: Array, fused: list[Array] | None = None, compressed: bool = False) 
     """`fused` are all weights of the set that shares the global scale, x among them."""
     amax = max(np.abs(w).max() for w in fused or [x])
     amax = max(amax, float(f32(1e-10)))
-    total = f32(2688 / amax) if compressed else f32(amax / 2688)
+    total = f32(f32(1 / amax) * 2688) if compressed else f32(amax / 2688)
     local, spread = _blocks(x, (1, 16))
     local = f32(local / 6)
     local = f32(local * total) if compressed else f32(local / total)
