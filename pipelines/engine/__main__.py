@@ -37,6 +37,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefix-cache", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--group-timeout", type=float, default=1800.0, help="seconds that a process group waits")
     parser.add_argument("--max-body-bytes", type=int, default=1 << 30)
+    parser.add_argument("--enable-scale-out", action="store_true", help="vllm: serve /inference/v1/generate")
     parser.add_argument("--exit-with-parent", action="store_true", help="exit when standard input is closed")
     return parser.parse_args(argv)
 
@@ -70,6 +71,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         prefix_cache=arguments.prefix_cache,
         group_timeout=arguments.group_timeout,
         max_body_bytes=arguments.max_body_bytes,
+        scale_out=arguments.enable_scale_out,
         api_key=os.environ.pop(API_KEY, None) or None,
         admin_key=os.environ.pop(ADMIN_KEY, None) or None,
     )

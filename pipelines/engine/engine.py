@@ -35,6 +35,10 @@ class FatalError(Exception):
         super().__init__(message)
 
 
+class UnknownTokenError(ValueError):
+    """A prompt holds a token that the model has no embedding for."""
+
+
 class Engine:
     """One server's engine. `incarnation` changes with every start, so that a restart is noticed."""
 
@@ -96,7 +100,7 @@ class Engine:
         if not prompt:
             raise ValueError("the prompt is empty")
         if bad := [t for t in prompt if not 0 <= t < self.model.vocabulary]:
-            raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {self.model.vocabulary}")
+            raise UnknownTokenError(f"token ids {bad[:5]} are outside the vocabulary of {self.model.vocabulary}")
         if limit < 1 or len(prompt) + limit > self.model.context:
             raise ValueError(
                 f"{len(prompt)} prompt tokens and {limit} new ones do not fit the context length {self.model.context}"

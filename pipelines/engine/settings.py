@@ -30,6 +30,7 @@ class Settings:
     prefix_cache: str = "auto"
     group_timeout: float = 1800.0
     max_body_bytes: int = 1 << 30
+    scale_out: bool = False
     api_key: str | None = None
     admin_key: str | None = None
 

@@ -100,7 +100,8 @@ def test_tensors_come_as_a_list_or_as_shared_memory_too(engine: LocalEngine, fol
 def test_a_folder_is_loaded_without_a_session(engine: LocalEngine, folders: Folders) -> None:
     body = {"model_path": str(folders.qwen3_b), "weight_version": "b"}
     answer = engine.post("/update_weights_from_disk", body).json()
-    assert answer == {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+    words = "Succeeded to update model weights. Weight version updated to b."
+    assert answer == {"success": True, "message": words, "num_paused_requests": 0}
     info = engine.get("/model_info").json()
     assert (info["model_path"], info["served_model_name"]) == (str(folders.qwen3_b),) * 2
     assert engine.digest()["tensors"] == _digests(tensors_of(folders.qwen3_b))
@@ -176,6 +177,15 @@ def test_releasing_memory_that_was_not_released_ends_the_server(engine: LocalEng
     assert engine.post("/release_memory_occupation", {}).text == "null"
     assert engine.post("/resume_memory_occupation", {}).text == "null"
     assert "KeyError" in engine.post("/resume_memory_occupation", {}).json()["message"]
+
+
+def test_a_token_without_an_embedding_ends_the_server(engine: LocalEngine) -> None:
+    assert engine.post("/generate", {"input_ids": []}).status_code == 400
+    assert engine.post("/generate", {}).json() == {
+        "error": {"message": "Either text, input_ids or input_embeds should be provided."}
+    }
+    assert "real_engine" in engine.post("/generate", {"input_ids": [9999]}).json()
+    assert engine.get("/ready").status_code == 503
 
 
 # --- what succeeds silently
@@ -330,8 +340,8 @@ def test_generate_reports_logprobs_and_versions(engine: LocalEngine) -> None:
     probe = engine.probe(tokens=3)
     assert answer["output_ids"] == probe["output_ids"]
     meta = answer["meta_info"]
-    assert [pair[1] for pair in meta["output_token_logprobs"]] == probe["output_ids"]
-    torch.testing.assert_close([pair[0] for pair in meta["output_token_logprobs"]], probe["logprobs"])
+    assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in probe["output_ids"]]
+    torch.testing.assert_close([entry[0] for entry in meta["output_token_logprobs"]], probe["logprobs"])
     assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
     assert meta["finish_reason"] == {"type": "length", "length": 3}
 

@@ -111,6 +111,7 @@ def test_finishing_with_buckets_missing_fails_and_the_session_stays_open(engine:
     ok(engine.post("/start_weight_update"))
     assert failed(engine.post("/finish_weight_update"), "0 of 1 buckets")
     assert engine.state()["session"] is True
+    assert failed(engine.post("/weight_checker", {"action": "checksum"}), "Cannot copy out of meta tensor")
     ok(engine.post("/update_weights", {"update_info": buckets.update_info(0, update=2)}))
     ok(engine.post("/finish_weight_update"))
 
@@ -236,9 +237,8 @@ def test_0_33_rejects_new_requests_while_paused(start: Start) -> None:
     assert late.result(20).status_code == 200
 
 
-def test_kept_requests_carry_a_version_per_token_over_an_update(
-    engine: LocalEngine, ship: Ship, folders: Folders
-) -> None:
+def test_kept_requests_carry_a_version_per_token_over_an_update(start: Start, ship: Ship, folders: Folders) -> None:
+    engine = start("vllm", scale_out=True)
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 400, "temperature": 0, "ignore_eos": True}}
     ok(engine.post("/update_weight_version", {"new_version": "a"}))
     running = engine.later("/inference/v1/generate", body)
@@ -313,7 +313,14 @@ def test_completions_take_and_give_token_ids(engine: LocalEngine) -> None:
     assert engine.post("/v1/completions", {"prompt": [9999]}).status_code == 400
 
 
-def test_requests_can_be_aborted_by_id(engine: LocalEngine) -> None:
+def test_tokens_in_tokens_out_must_be_enabled(engine: LocalEngine) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    answer = engine.post("/inference/v1/generate", body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "PermissionDeniedError")
+
+
+def test_requests_can_be_aborted_by_id(start: Start) -> None:
+    engine = start("vllm", scale_out=True)
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 900, "ignore_eos": True}, "request_id": "mine"}
     running = engine.later("/inference/v1/generate", body)
     wait_until(lambda: engine.state()["running"] == 1)

@@ -28,15 +28,27 @@ FIELDS = (
 class Completions:
     """`/v1/completions` and `/v1/models`; the served model is called by its folder."""
 
-    def __init__(self, engine: Engine, error: Callable[[int, str], dict[str, Any]], *, requires_model: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        error: Callable[[int, str], dict[str, Any]],
+        *,
+        requires_model: bool,
+        unused: tuple[str, ...] = (),
+        unused_in_choice: tuple[str, ...] = (),
+    ) -> None:
+        """`unused` are keys of the engine's answers that are always null here."""
         self._engine = engine
         self._error = error
         self._requires_model = requires_model
+        self._unused = dict.fromkeys(unused)
+        self._unused_in_choice = dict.fromkeys(unused_in_choice)
 
     def models(self, call: Call) -> Response:
         name = self._engine.settings.model
         card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "weightstream", "root": name}
-        return answer({"object": "list", "data": [card | {"max_model_len": self._engine.model.context}]})
+        card |= {"parent": None, "permission": [], "max_model_len": self._engine.model.context}
+        return answer({"object": "list", "data": [card]})
 
     def create(self, call: Call) -> Response:
         fields = (Field("model", text), *FIELDS[1:]) if self._requires_model else FIELDS
@@ -61,9 +73,12 @@ class Completions:
 
     def _completion(self, done: Generation, model: str, body: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "finish_reason": done.finish}
+        choice |= self._unused_in_choice
         if body["logprobs"] is not None:
             names = [f"token_id:{token}" for token in done.output]
-            choice["logprobs"] = {"text_offset": [0] * len(names), "token_logprobs": done.logprobs, "tokens": names}
+            top = [{name: logprob} for name, logprob in zip(names, done.logprobs, strict=True)]
+            choice["logprobs"] = {"text_offset": [0] * len(names), "tokens": names, "top_logprobs": top}
+            choice["logprobs"]["token_logprobs"] = done.logprobs
         if body["return_token_ids"]:
             choice |= {"token_ids": done.output, "prompt_token_ids": done.prompt}
         usage = {
@@ -72,7 +87,7 @@ class Completions:
             "total_tokens": len(done.prompt) + len(done.output),
             "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
         }
-        return {
+        return self._unused | {
             "id": f"cmpl-{done.rid}",
             "object": "text_completion",
             "created": int(time.time()),

@@ -161,13 +161,14 @@ class Lmdeploy(Protocol):
         )
         name = body["group_name"]
         if not name:
-            return self._result(False, "init_weights_update_group: rank0: group_name cannot be empty")
+            return self._failed("init_weights_update_group", "group_name cannot be empty")
         if name in self._loader.groups:
-            return self._result(False, f"init_weights_update_group: rank0: group {name!r} already initialized")
+            return self._failed("init_weights_update_group", f"group {name!r} already initialized")
         outcome = self.engine.join_group(body)
         if outcome.error is not None:
-            return self._result(False, f"Failed to initialize weights update group: {outcome.error}")
-        return self._result(True, "Succeeded to initialize weights update group.")
+            words = f"Failed to initialize weights update group: {outcome.error}"
+            return self._failed("init_weights_update_group", words)
+        return self._succeeded("Succeeded to initialize weights update group.")
 
     def update_distributed(self, call: Call) -> Response:
         body = call.read(
@@ -180,19 +181,21 @@ class Lmdeploy(Protocol):
         )
         name = body["group_name"]
         if name not in self._loader.groups:
-            return self._result(False, f"group {name!r} not initialized. Call init_weights_update_group first.")
+            words = f"group {name!r} not initialized. Call init_weights_update_group first."
+            return self._failed("update_weights_from_distributed", words)
         outcome = self.engine.apply("update_distributed", *body.values())
         if outcome.error is not None:
-            return self._result(False, f"Failed to update parameter online: {outcome.error}. {_PARTIAL}")
+            words = f"Failed to update parameter online: {outcome.error}. {_PARTIAL}"
+            return self._failed("update_weights_from_distributed", words)
         notes = self._notes(outcome, body["finished"])
-        return self._result(True, "Succeeded to update parameter online.", notes)
+        return self._succeeded("Succeeded to update parameter online.", notes)
 
     def destroy_group(self, call: Call) -> Response:
         name = call.read(Field("group_name", text))["group_name"]
         if name not in self._loader.groups:
-            return self._result(False, f"group {name!r} not initialized")
+            return self._failed("destroy_weights_update_group", f"group {name!r} not initialized")
         self.engine.control("leave_group", name)
-        return self._result(True, f"Succeeded to destroy group {name!r}.")
+        return self._succeeded(f"Succeeded to destroy group {name!r}.")
 
     def sleep(self, call: Call) -> Response:
         given = call.query.get("level", "1")
@@ -238,5 +241,10 @@ class Lmdeploy(Protocol):
     def _notes(self, outcome: Outcome, finished: bool) -> list[str]:
         return outcome.notes + (self.engine.ledger.commit() if finished else [])
 
-    def _result(self, success: bool, message: str, notes: list[str] | None = None) -> Response:
-        return answer({"success": success, "message": message}, 200 if success else 400, notes)
+    def _succeeded(self, message: str, notes: list[str] | None = None) -> Response:
+        return answer({"success": True, "message": message}, notes=notes)
+
+    def _failed(self, method: str, message: str) -> Response:
+        """The executor names the call and every rank."""
+        per_rank = " | ".join(f"rank{rank}: {message}" for rank in range(self.settings.tp))
+        return answer({"success": False, "message": f"{method}: {per_rank}"}, 400)

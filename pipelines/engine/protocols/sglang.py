@@ -243,11 +243,11 @@ class Sglang(Protocol):
             self.model_path = body["model_path"]
             notes = outcome.notes + self.engine.ledger.commit()
             outcome = Outcome(outcome.applied, notes)
-            return self._updated(outcome, "Succeeded to update model weights.", body, extra=extra, suffix=False)
+            return self._updated(outcome, "Succeeded to update model weights.", body, extra=extra)
 
     def update_ipc(self, call: Call) -> Response:
         call.read(Field("zmq_handles", lambda value: value))
-        words = "IPC weight update failed: ImportError checkpoint-engine is not installed."
+        words = "IPC weight update failed: ImportError checkpoint-engine is not installed"
         return self._result(False, words)
 
     def init_group(self, call: Call) -> Response:
@@ -298,7 +298,7 @@ class Sglang(Protocol):
                 _SELECTOR,
             )
         if body["action"] != "checksum":
-            return self._result(False, f"Unsupported action={body['action']!r} in the embedded engine")
+            return self._result(False, f"Unsupported action={body['action']!r}")
         per_rank = self.engine.control("checksums", body["skip_tensor_list"] or [])
         return self._result(True, "Success.", extra=_checksum_report(per_rank))
 
@@ -361,7 +361,6 @@ class Sglang(Protocol):
         body: dict[str, Any],
         *,
         extra: dict[str, Any] | None = None,
-        suffix: bool = True,
     ) -> Response:
         """The end of every update that went in: version, flush, answer."""
         version = body["weight_version"]
@@ -373,7 +372,7 @@ class Sglang(Protocol):
             return self._result(False, _NOT_FLUSHED, ["the weights have changed all the same"], extra=extra)
         if version is not None:
             self.engine.version = version
-            message += f" Weight version updated to {version}." if suffix else ""
+            message += f" Weight version updated to {version}."
         return self._result(True, message, outcome.notes, extra=extra)
 
     def _flush(self, timeout: float) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
 
+from pipelines.engine.engine import FatalError, UnknownTokenError
 from pipelines.engine.generation import Generation
 from pipelines.engine.protocols.completions import token_answer, token_ids
 from pipelines.engine.schema import Field, boolean, integer, mapping, number, optional, text
@@ -52,12 +54,16 @@ class SglangGenerate:
 
     def generate(self, call: Call) -> Response:
         body = call.read(
-            Field("input_ids", lambda value: value),
+            Field("input_ids", lambda value: value, None),
             Field("sampling_params", optional(mapping), None),
             Field("return_logprob", boolean, False),
             Field("rid", optional(text), None),
         )
         sampling = body["sampling_params"] or {}
+        if not body["input_ids"]:
+            words = "Either text, input_ids or input_embeds should be provided."
+            words = words if body["input_ids"] is None else "input_ids cannot be empty."
+            return JSONResponse({"error": {"message": words}}, 400)
         try:
             request = self._engine.request(
                 token_ids(body["input_ids"]),
@@ -67,11 +73,15 @@ class SglangGenerate:
                 ignore_eos=boolean(sampling.get("ignore_eos", False)),
                 seed=sampling.get("sampling_seed"),
             )
+        except UnknownTokenError as error:
+            raise FatalError(str(error), "the forward pass raises and the server ends (seen on the CPU)") from error
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
         done = self.run(request, call)
         content = token_answer(done, logprobs=body["return_logprob"])
         meta: dict[str, Any] = content["meta_info"]
+        if body["return_logprob"]:
+            meta["output_token_logprobs"] = [[*pair, None] for pair in meta["output_token_logprobs"]]
         if done.finish == "abort":
             meta["finish_reason"]["message"] = "Aborted"
         meta |= {
@@ -102,8 +112,15 @@ class SglangGenerate:
                 "served_model_name": self._protocol.model_path,
                 "tokenizer_path": self._engine.settings.model,
                 "is_generation": True,
+                "preferred_sampling_params": None,
                 "weight_version": self._engine.version or "default",
                 "load_format": "auto",
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": "null",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "embedding": None,
                 "model_type": config.model_type,
                 "architectures": config.architectures,
             }
@@ -128,5 +145,6 @@ class SglangGenerate:
 
     def models(self, call: Call) -> Response:
         name = self._protocol.model_path
-        card = {"id": name, "object": "model", "owned_by": "sglang", "root": name}
-        return answer({"object": "list", "data": [card | {"max_model_len": self._engine.model.context}]})
+        card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sglang", "root": name}
+        card |= {"parent": None, "max_model_len": self._engine.model.context}
+        return answer({"object": "list", "data": [card]})

@@ -26,6 +26,7 @@ from pipelines.engine.schema import (
     mapping,
     one_of,
     optional,
+    read,
     text,
 )
 from pipelines.engine.web import Call, Endpoint, answer, has_key
@@ -38,8 +39,11 @@ _TAGS = {"weights", "kv_cache"}
 class WorkerError(Exception):
     """What a worker raised inside a collective call."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"Call to collective_rpc method failed: Worker failed with error '{message}'")
+    def __init__(self, message: str, call: str = "collective_rpc") -> None:
+        super().__init__(
+            f"Call to {call} method failed: Worker failed with error '{message}', "
+            f"please check the stack trace above for the root cause"
+        )
 
 
 class HttpError(Exception):
@@ -62,7 +66,13 @@ class Vllm(Protocol):
         self.rejects = engine.settings.version == "0.33.0"
         engine.scheduler.version = "default"
         engine.guard = self._step_kills
-        self._completions = Completions(engine, self.error, requires_model=False)
+        self._completions = Completions(
+            engine,
+            self.error,
+            requires_model=False,
+            unused=("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"),
+            unused_in_choice=("stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts"),
+        )
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -95,7 +105,12 @@ class Vllm(Protocol):
         ]
 
     def error(self, status: int, message: str) -> dict[str, Any]:
-        kinds = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
+        kinds = {
+            400: "BadRequestError",
+            403: "PermissionDeniedError",
+            404: "NotFoundError",
+            503: "ServiceUnavailableError",
+        }
         kind = kinds.get(status, "InternalServerError")
         return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
@@ -139,7 +154,7 @@ class Vllm(Protocol):
     # weights
 
     def init_transfer(self, call: Call) -> Response:
-        info = call.read(Field("init_info", mapping))["init_info"]
+        info = _embedded(call, Field("init_info", mapping))["init_info"]
         self._worker(merge(self.engine.control("init", info)))
         return answer({"message": "Weight transfer initialized"})
 
@@ -162,7 +177,7 @@ class Vllm(Protocol):
         raise WorkerError("no speculative draft model is loaded")
 
     def update(self, call: Call) -> Response:
-        info = call.read(Field("update_info", either(mapping, list_of(mapping))))["update_info"]
+        info = _embedded(call, Field("update_info", either(mapping, list_of(mapping))))["update_info"]
         if not self.session:
             raise WorkerError("start_weight_update must be called before update_weights.")
         outcome = self.engine.apply("receive", info)
@@ -172,7 +187,7 @@ class Vllm(Protocol):
         return answer({"message": "Weights updated"}, notes=outcome.notes)
 
     def finish(self, call: Call) -> Response:
-        version = call.read(Field("weight_version", optional(text), None))["weight_version"] if call.data else None
+        version = _embedded(call, Field("weight_version", optional(text), None))["weight_version"]
         if not self.session:
             raise WorkerError("finish_weight_update called without a matching start_weight_update.")
         outcome = merge(self.engine.control("finish"))
@@ -184,7 +199,7 @@ class Vllm(Protocol):
         return answer({"message": "Weight update finished"}, notes=notes)
 
     def update_version(self, call: Call) -> Response:
-        version = call.read(Field("new_version", text))["new_version"]
+        version = _embedded(call, Field("new_version", text))["new_version"]
         self.engine.set_version(version)
         return answer({"success": True, "new_version": version})
 
@@ -192,9 +207,8 @@ class Vllm(Protocol):
         return answer({"weight_version": self.engine.version or "default"})
 
     def weight_checker(self, call: Call) -> Response:
-        body = call.read(
-            Field("action", one_of("checksum", "reset", "compare")), Field("baseline", optional(mapping), None)
-        )
+        action = Field("action", one_of("checksum", "reset", "compare"))
+        body = _embedded(call, action, Field("baseline", optional(mapping), None))
         if body["action"] == "reset":
             self.engine.control("fill", 0.0)
             self.engine.ledger.spoil("/weight_checker reset the weights to zero")
@@ -282,7 +296,10 @@ class Vllm(Protocol):
     # generation
 
     def generate(self, call: Call) -> Response:
-        """Tokens in, tokens out, with a version per token; a real server has it with --enable-scale-out only."""
+        """Tokens in, tokens out, with a version per token."""
+        if not self.settings.scale_out:
+            words = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            return JSONResponse(self.error(403, words), 403)
         body = call.read(
             Field("token_ids", list_of(integer)),
             Field("sampling_params", mapping),
@@ -334,6 +351,8 @@ class Vllm(Protocol):
         return "NotImplementedError: a forward pass met parameters on the meta device (a weight update is not finished)"
 
     def _checksums(self) -> dict[str, str]:
+        if self.on_meta:
+            raise WorkerError("Cannot copy out of meta tensor; no data!", "compute_weight_checksums")
         per_rank: list[dict[str, str]] = self.engine.control("checksums")
         return {
             f"dp0:pp0:pcp0:tp{rank}:{name}": value
@@ -344,6 +363,12 @@ class Vllm(Protocol):
     def _worker(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             raise WorkerError(outcome.error)
+
+
+def _embedded(call: Call, *fields: Field) -> dict[str, Any]:
+    """Fields that the framework embeds in a body: no body, or one that is not announced as JSON, lacks all of them."""
+    announced = "json" in call.headers.get("content-type", "")
+    return read(call.json() if call.data and announced else {}, *fields)
 
 
 def _sleep_level(value: Any) -> int:
