@@ -15,6 +15,7 @@ from pipelines.cli.job import Status
 from pipelines.report_view import table_console
 
 _COLUMNS = ("outcome", "updates", "bytes", "seconds", "gb_per_s", "limit_fraction")
+_BAR = 12  # characters of the fastest job
 
 
 def summarize(jobs: Sequence[Status], folder: str) -> None:
@@ -73,13 +74,23 @@ def _median(values: Sequence[Any]) -> float | None:
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="sweep")
     hidden = {"exit_code", "error"}
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
+    columns = [
+        key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden and _tells(key, rows)
+    ]
     for column in columns:
         table.add_column(column, justify="right" if column in _COLUMNS[1:] or column == "job" else "left")
+    table.add_column("GB/s", no_wrap=True)
+    fastest = max((row["gb_per_s"] or 0.0 for row in rows), default=0.0) or 1.0
     for row in rows:
+        bar = "\u2588" * round(_BAR * (row["gb_per_s"] or 0.0) / fastest)
         style = "red" if row["exit_code"] else None
-        table.add_row(*(Text(_cell(row.get(column))) for column in columns), style=style)
+        table.add_row(*(Text(_cell(row.get(column))) for column in columns), Text(bar, "cyan"), style=style)
     return table
+
+
+def _tells(column: str, rows: Sequence[dict[str, Any]]) -> bool:
+    """Measurements, and those overrides that are not the same in every job."""
+    return column in _COLUMNS or len(rows) == 1 or len({row.get(column) for row in rows}) > 1
 
 
 def _cell(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.config.command import Command, run
+from tests.config.command import ROOT, Command, run
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,18 @@ def test_help_lists_groups_and_examples(tmp_path: Path) -> None:
     assert "lmdeploy, sglang, vllm" in command.out
     assert command.out.count("python run.py ") >= 6
     assert not command.err
+
+
+def test_another_package_of_our_name_is_named_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "pipelines").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "pipelines" / "__init__.py").write_text("")
+    code = f"import sys; sys.path.append({str(ROOT)!r}); import run; run.main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "another package 'pipelines'" in result.stderr
+    assert str(tmp_path / "elsewhere" / "pipelines") in result.stderr
 
 
 def test_the_composed_config_can_be_looked_at(tmp_path: Path) -> None:
