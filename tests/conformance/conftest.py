@@ -21,6 +21,12 @@ from .servers import EngineServer
 FAILED = pytest.StashKey[bool]()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "support: a cell of the support table; its parameters are `server` and `transport`"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = {name for name in str(config.getoption("--engines")).split(",") if name}
     if unknown := wanted - set(provision.ENGINES):
@@ -66,6 +72,14 @@ def _served(item: pytest.Item) -> Served | None:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> CheckpointCache:
     return CheckpointCache(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Served:
+    """How the fixture `server` was asked for."""
+    found = _served(request.node)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="session")

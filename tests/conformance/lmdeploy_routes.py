@@ -291,7 +291,7 @@ class Engine:
         return {"status": "unhealthy" if dead else "healthy", "message": f"ranks {dead} are dead" if dead else ""}
 
 
-def make_app(engine, api_key):
+def make_app(engine, model_dir, api_key):
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from lmdeploy.serve.core import EngineHealthMonitor
@@ -305,8 +305,9 @@ def make_app(engine, api_key):
 
     served = AsyncEngine.__new__(AsyncEngine)  # its constructor starts a GPU engine
     served.engine, served.backend, served.epoch = engine, "pytorch", 0
+    served.model_name = model_dir  # as `lmdeploy serve api_server` has it without --model-name
     served.is_sleeping, served.sleeping_tags = False, set()
-    served.backend_config = types.SimpleNamespace(device_type="cuda", max_batch_size=1)
+    served.backend_config = types.SimpleNamespace(device_type="cuda", max_batch_size=1, adapters=None)
     served.health_probe = engine.health_probe
     served.session_mgr = types.SimpleNamespace(async_abort_all=nothing, build_request_handle_pool=lambda *_: None)
     context = ServerContext()
@@ -339,7 +340,7 @@ def main():
     args = parser.parse_args()
     import uvicorn
 
-    app = make_app(Engine(args.model, args.tp), args.api_key)
+    app = make_app(Engine(args.model, args.tp), args.model, args.api_key)
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="info")
 
 

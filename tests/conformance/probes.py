@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def speak(server: EngineServer, prompt: Sequence[int] = PROMPT, count: int = 12)
     return Spoken(tuple(token for _, token, *_ in said), tuple(logprob for logprob, *_ in said))
 
 
-def expected_speech(folder: Path, prompt: Sequence[int] = PROMPT, count: int = 12) -> Spoken:
+@cache
+def expected_speech(folder: Path, prompt: tuple[int, ...] = PROMPT, count: int = 12) -> Spoken:
     """The same from transformers in float32."""
     from transformers import AutoModelForCausalLM
 
@@ -99,11 +101,18 @@ def lmdeploy_params(server: EngineServer) -> list[dict[str, str]]:
     return [{name: p["sha256"] for name, p in rank.items()} for rank in ask(server, "GET", "/_debug/params")]
 
 
+def version_of(server: EngineServer) -> str:
+    """The label that the engine gives to its weights; LMDeploy has none."""
+    if server.name == "vllm":
+        return str(ask(server, "GET", "/weight_info")["weight_version"])
+    return str(ask(server, "GET", "/model_info", control=False)["weight_version"])
+
+
 def fingerprint(server: EngineServer) -> Any:
     """Something that differs whenever the weights do: equal before and after means untouched."""
     if server.name == "sglang":
         return sglang_checksum(server)
-    return lmdeploy_params(server) if server.name == "lmdeploy" else speak(server)
+    return lmdeploy_params(server) if server.name == "lmdeploy" else speak(server).tokens
 
 
 def stock_update(server: EngineServer, folder: Path) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from .checkpoints import Recipe
 
+FP32 = Recipe(dtype="float32")  # what transformers can be compared with to many digits
+PLUGIN = ("--weight-transfer-config", '{"backend": "weightstream"}')  # vLLM with our receiver in its workers
+
 
 @dataclass(frozen=True)
 class Served:

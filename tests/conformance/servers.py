@@ -13,6 +13,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -30,6 +31,8 @@ READY_TIMEOUT = 300.0  # vLLM has been seen to take 110 s on busy cores
 SHM = Path("/dev/shm")
 OWN_SEGMENTS = ("psm_", "sem.mp-", "sgl")  # how engines name theirs; a trainer's shared memory is never touched
 MARK = "WEIGHTSTREAM_TEST_SERVER"
+# Ends the process group given as argument once our end of its stdin closes: an engine must not outlive a killed test run.
+GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 
 
 class EngineStartError(Exception):
@@ -75,6 +78,7 @@ class EngineServer:
         self.timeout = timeout
         self._mark = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._segments: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -98,6 +102,8 @@ class EngineServer:
                 env=environment(self) | {MARK: self._mark},
                 start_new_session=True,
             )
+        guard = [sys.executable, "-S", "-c", GUARD, str(self._process.pid)]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             self._wait_ready()
         except BaseException:
@@ -126,6 +132,9 @@ class EngineServer:
         segments = self._segments | self._mapped_segments()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self._guard is not None:  # first, while the process id cannot be given to another
+            self._guard.kill()
+            self._guard.communicate()
         self._process.wait()
         deadline = time.monotonic() + 10
         while (left := self.pids()) and time.monotonic() < deadline:
@@ -133,7 +142,7 @@ class EngineServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        self._process = None
+        self._process = self._guard = None
         self._segments = set()
         in_use = {name for pid in _all_pids() for name in _segments_of(pid)} if segments else set()
         for name in segments - in_use:

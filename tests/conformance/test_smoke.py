@@ -4,15 +4,14 @@ on."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from .checkpoints import CheckpointCache, Recipe
 from .probes import assert_lmdeploy_holds, call, expected_speech, fingerprint, speak, stock_update
-from .served import Served, serve
+from .served import FP32, Served, serve
 from .servers import EngineServer
-
-FP32 = Recipe(dtype="float32")
 
 
 @serve(Served("vllm", FP32), Served("sglang", FP32), Served("sglang", FP32, tp=2))
@@ -20,7 +19,7 @@ def test_engine_speaks_like_transformers_before_and_after_a_stock_update(
     server: EngineServer, checkpoints: CheckpointCache
 ) -> None:
     for seed in (1, 0):
-        folder = checkpoints(Recipe(dtype="float32", seed=seed))
+        folder = checkpoints(replace(FP32, seed=seed))
         stock_update(server, folder)
         assert speak(server).close_to(expected_speech(folder), 1e-3)
 

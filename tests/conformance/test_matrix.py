@@ -1,0 +1,76 @@
+"""Every engine, transport and number of ranks through weightstream's API; feeds the support table in README.md."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from . import probes
+from .checkpoints import CheckpointCache, Recipe
+from .proofs import assert_serves, fill_prefix_cache, learn
+from .served import FP32, PLUGIN, Served, serve
+from .servers import SHM, EngineServer
+from .updates import updater
+
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()  # vLLM's fp8 kernels for CPU are AMX
+
+SGLANG = (
+    Served("sglang", FP32),
+    Served("sglang", FP32, tp=2),
+    Served("sglang", Recipe("qwen3_moe")),
+    Served("sglang", Recipe(fp8=True)),
+)
+VLLM = (
+    Served("vllm", FP32, extra=PLUGIN),
+    Served("vllm", FP32, tp=2, extra=PLUGIN),
+    Served("vllm", replace(FP32, arch="llama", tied=True), extra=PLUGIN),
+    *((Served("vllm", Recipe(fp8=True), extra=PLUGIN),) if HAS_AMX else ()),
+)
+LMDEPLOY = (
+    Served("lmdeploy"),
+    Served("lmdeploy", tp=2),
+    Served("lmdeploy", Recipe("qwen3_moe")),
+    Served("lmdeploy", Recipe("qwen3_moe"), tp=2),
+    Served("lmdeploy", Recipe(fp8=True), tp=2),
+    Served("lmdeploy", Recipe("llama", tied=True)),
+)
+
+
+def exercise(
+    server: EngineServer, served: Recipe, transport: str, checkpoints: CheckpointCache, workspace: Path
+) -> None:
+    """Two updates by one updater, each proved; nothing left behind."""
+    folders = [checkpoints(replace(served, seed=seed)) for seed in (1, 0)]
+    learned = {folder: learn(server, folder) for folder in folders}
+    with updater(server, transport, workspace, "bucket.capacity=256KiB") as weights:
+        for number, folder in enumerate(folders):
+            fill_prefix_cache(server)
+            report = weights.update(folder, version=f"{transport}-{number}")
+            assert report.buckets > 3
+            assert [engine.outcome for engine in report.engines] == ["committed"]
+            assert_serves(server, folder, learned[folder])
+            if server.name != "lmdeploy":
+                assert probes.version_of(server) == f"{transport}-{number}"
+    assert server.ready()
+    assert not [name for name in os.listdir(SHM) if name.startswith(f"torch_{os.getpid()}_")]
+
+
+@pytest.mark.support
+@serve(*SGLANG, *VLLM)
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "disk"])
+def test_update(
+    server: EngineServer, transport: str, served: Served, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    exercise(server, served.recipe, transport, checkpoints, tmp_path)
+
+
+@pytest.mark.support
+@serve(*LMDEPLOY)
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_update_of_lmdeploy(
+    server: EngineServer, transport: str, served: Served, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    exercise(server, served.recipe, transport, checkpoints, tmp_path)
