@@ -37,9 +37,12 @@ def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, A
     if problems:
         hints = _hints(unknown, missing)
         quantized = config.get("quantization_config")
-        if quantized and any("float8" in p or "scale" in p for p in problems):
+        if quantized and any(word in p for p in problems for word in ("float8", "_scale", "_packed")):
             method = quantized.get("quant_method", "unknown")
-            hints.append(f"hint: the engine serves a checkpoint quantized with {method}; use quantize=auto")
+            hints.append(
+                f"hint: the engine serves a checkpoint quantized with {method}; use quantize=auto, and quantize.skip for "
+                f"modules that it keeps wide"
+            )
         raise PreflightError(engine, _shorten([*hints, *problems]))
 
 

@@ -85,7 +85,8 @@ class Int4(Quantize):
             shape.copy_(torch.tensor(weight.tensor.shape))
             size = self._columns(weight.tensor.shape[1])
             amax = self.scratch.get("amax", tuple(scales.shape), torch.float32, packed.device)
-            zeros = self.scratch.get("zeros", tuple(scales.shape), torch.float32, packed.device)
+            if zero_points:
+                zeros = self.scratch.get("zeros", tuple(scales.shape), torch.float32, packed.device)
             for rows in pieces(packed.shape[0], rows_per_piece(weight.tensor.shape[1])):
                 values = as_float(weight.tensor[rows], weight.dtype, self.scratch).view(-1, scales.shape[1], size)
                 amax[rows] = row_peaks(values, self.scratch)

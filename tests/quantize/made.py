@@ -55,7 +55,9 @@ def quantize(stage: Stage, groups: Sequence[Group], **run: Any) -> dict[str, tor
     return found
 
 
-def parts_of(stage: Stage, weight: torch.Tensor, dtype: torch.dtype | None = None, **run: Any) -> dict[str, torch.Tensor]:
+def parts_of(
+    stage: Stage, weight: torch.Tensor, dtype: torch.dtype | None = None, **run: Any
+) -> dict[str, torch.Tensor]:
     """What is made of one weight, by the rest of the name: `weight`, `weight_scale_inv`."""
     made = quantize(stage, [group_of({WEIGHT: weight}, dtype)], **run)
     return {name.removeprefix(WEIGHT.removesuffix("weight")): tensor for name, tensor in made.items()}

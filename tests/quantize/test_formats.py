@@ -172,7 +172,9 @@ def test_nvfp4_shares_the_global_scale_over_a_fused_set(fused: int, compressed: 
 def test_fp4_ties_go_to_the_even_code() -> None:
     from stages.quantize.nvfp4 import pack_fp4
 
-    values = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -5.0, -0.0, 0.2500001, 0.7499999]])
+    values = torch.tensor(
+        [[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -5.0, -0.0, 0.2500001, 0.7499999]]
+    )
     packed = pack_fp4(values)[0].tolist()
     codes = [half for byte in packed for half in (byte & 15, byte >> 4)]
     assert codes == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 14, 0, 1, 1]
@@ -223,8 +225,6 @@ def test_zero_scales_do_not_vanish_in_float16() -> None:
     from .made import WEIGHT
 
     name = WEIGHT + "_scale_inv"
-    made = parts_of(
-        stage_of("fp8_block"), torch.zeros(4, 4), expected={name: TensorSpec(name, torch.float16, (1, 1))}
-    )
+    made = parts_of(stage_of("fp8_block"), torch.zeros(4, 4), expected={name: TensorSpec(name, torch.float16, (1, 1))})
     assert made["weight_scale_inv"].item() > 0
     assert made["weight"].float().count_nonzero() == 0

@@ -22,7 +22,14 @@ KINDS = (bell, huge, one_hot, spread_out)
 
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor_group", "group_size": 16}
+FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "dynamic": False,
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
 INT4 = {"num_bits": 4, "type": "int", "dynamic": False, "strategy": "group", "group_size": 32}
 MX = {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -67,7 +74,10 @@ def by_compressed_tensors(name: str, weight: torch.Tensor) -> dict[str, torch.Te
 
 def ours(name: str, weight: torch.Tensor, folder: Path) -> dict[str, torch.Tensor]:
     """By way of quantize=auto and the scheme as a checkpoint would state it."""
-    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": SCHEMES[name]}}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": SCHEMES[name]}},
+    }
     return parts_of(stage_of("auto"), weight, reference=write_config(folder, config))
 
 

@@ -29,7 +29,10 @@ def test_projections_are_quantized(module: str) -> None:
         *("model.embed_tokens", "lm_head", "model.norm", "language_model.lm_head", "transformer.wte"),
         *(LAYER + m for m in ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "mlp.shared_expert_gate")),
         *(LAYER + m for m in ("input_layernorm", "self_attn.q_norm", "self_attn.kv_a_layernorm")),
-        *(LAYER + m for m in ("eh_proj", "self_attn.indexer.weights_proj", "linear_attn.conv1d", "linear_attn.in_proj_a")),
+        *(
+            LAYER + m
+            for m in ("eh_proj", "self_attn.indexer.weights_proj", "linear_attn.conv1d", "linear_attn.in_proj_a")
+        ),
         *("visual.blocks.0.attn.qkv", "model.vision_tower.layers.0.q_proj", "multi_modal_projector.linear_1"),
     ],
 )
