@@ -55,7 +55,7 @@ def failed(response: requests.Response, words: str) -> bool:
 # --- the right sequence
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 10_000])
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 50_000])
 @pytest.mark.parametrize("model", ["qwen3", "moe", "fp8"])
 def test_the_documented_sequence_makes_the_engine_the_new_model(
     start: Start, ship: Ship, folders: Folders, model: str, bucket_bytes: int

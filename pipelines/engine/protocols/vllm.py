@@ -13,20 +13,18 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from pipelines.engine.engine import Engine
-from pipelines.engine.loading.base import Outcome, merge
 from pipelines.engine.protocols.base import Protocol
 from pipelines.engine.protocols.completions import Completions
+from pipelines.engine.protocols.vllm_updates import HttpError, VllmUpdates, WorkerError
 from pipelines.engine.schema import (
     Field,
     InvalidRequestError,
     boolean,
-    either,
     integer,
     list_of,
     mapping,
     one_of,
     optional,
-    read,
     text,
 )
 from pipelines.engine.web import Call, Endpoint, answer, has_key
@@ -36,35 +34,16 @@ _PAUSE_MODES = one_of("abort", "wait", "keep")
 _TAGS = {"weights", "kv_cache"}
 
 
-class WorkerError(Exception):
-    """What a worker raised inside a collective call."""
-
-    def __init__(self, message: str, call: str = "collective_rpc") -> None:
-        super().__init__(
-            f"Call to {call} method failed: Worker failed with error '{message}', "
-            f"please check the stack trace above for the root cause"
-        )
-
-
-class HttpError(Exception):
-    """An error that the handler itself answers with a status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status = status
-        super().__init__(message)
-
-
 class Vllm(Protocol):
-    """`session`: between start and finish. `on_meta`: no forward pass may run, also after a failed update."""
+    """Pause, sleep, caches and generation; the weight routes are in `VllmUpdates`."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.session = False
-        self.on_meta = False
         self.pause_mode: str | None = None
         self.asleep: set[str] = set()
         self.rejects = engine.settings.version == "0.33.0"
         engine.scheduler.version = "default"
+        self.updates = VllmUpdates(self)
         engine.guard = self._step_kills
         self._completions = Completions(
             engine,
@@ -81,15 +60,7 @@ class Vllm(Protocol):
             Endpoint("/v1/models", self._completions.models, ("GET",)),
             Endpoint("/v1/completions", self._unless_paused(self._completions.create)),
             Endpoint("/inference/v1/generate", self._unless_paused(self.generate)),
-            Endpoint("/init_weight_transfer_engine", self.init_transfer),
-            Endpoint("/shutdown_weight_transfer_engine", self.shutdown_transfer),
-            Endpoint("/start_weight_update", self.start),
-            Endpoint("/start_draft_weight_update", self.start_draft),
-            Endpoint("/update_weights", self.update),
-            Endpoint("/finish_weight_update", self.finish),
-            Endpoint("/update_weight_version", self.update_version),
-            Endpoint("/weight_info", self.weight_info, ("GET",)),
-            Endpoint("/weight_checker", self.weight_checker),
+            *self.updates.endpoints(),
             Endpoint("/pause", self.pause),
             Endpoint("/resume", self.resume),
             Endpoint("/is_paused", lambda call: answer({"is_paused": self.pause_mode is not None}), ("GET",)),
@@ -101,7 +72,6 @@ class Vllm(Protocol):
             Endpoint("/reset_prefix_cache", self.reset_prefix_cache),
             Endpoint("/reset_mm_cache", lambda call: Response(status_code=200)),
             Endpoint("/reset_encoder_cache", lambda call: Response(status_code=200)),
-            Endpoint("/collective_rpc", self.collective_rpc),
         ]
 
     def error(self, status: int, message: str) -> dict[str, Any]:
@@ -138,7 +108,7 @@ class Vllm(Protocol):
         return JSONResponse(self.error(status, str(error)), status)
 
     def state(self) -> dict[str, Any]:
-        return {"paused": self.pause_mode, "sleeping": sorted(self.asleep), "session": self.session}
+        return {"paused": self.pause_mode, "sleeping": sorted(self.asleep), "session": self.updates.open}
 
     def refuses_generation(self) -> Response | None:
         """0.33.0 rejects new requests in abort and wait mode; 0.32.0 queues them in all modes."""
@@ -151,94 +121,6 @@ class Vllm(Protocol):
     def health(self, call: Call) -> Response:
         return Response(status_code=200)
 
-    # weights
-
-    def init_transfer(self, call: Call) -> Response:
-        info = _embedded(call, Field("init_info", mapping))["init_info"]
-        self._worker(merge(self.engine.control("init", info)))
-        return answer({"message": "Weight transfer initialized"})
-
-    def shutdown_transfer(self, call: Call) -> Response:
-        if self.session:
-            raise WorkerError("Cannot release a trainer connection during a weight update")
-        self.engine.control("shutdown")
-        return answer({"message": "Weight transfer shut down"})
-
-    def start(self, call: Call) -> Response:
-        if self.session:
-            raise WorkerError(
-                "start_weight_update called while a weight update is already active. Call finish_weight_update first."
-            )
-        self._worker(merge(self.engine.control("start")))
-        self.session = self.on_meta = True
-        return answer({"message": "Weight update started"})
-
-    def start_draft(self, call: Call) -> Response:
-        raise WorkerError("no speculative draft model is loaded")
-
-    def update(self, call: Call) -> Response:
-        info = _embedded(call, Field("update_info", either(mapping, list_of(mapping))))["update_info"]
-        if not self.session:
-            raise WorkerError("start_weight_update must be called before update_weights.")
-        outcome = self.engine.apply("receive", info)
-        if outcome.error is not None:
-            self.session = False
-        self._worker(outcome)
-        return answer({"message": "Weights updated"}, notes=outcome.notes)
-
-    def finish(self, call: Call) -> Response:
-        version = _embedded(call, Field("weight_version", optional(text), None))["weight_version"]
-        if not self.session:
-            raise WorkerError("finish_weight_update called without a matching start_weight_update.")
-        outcome = merge(self.engine.control("finish"))
-        self._worker(outcome)
-        notes = outcome.notes + self.engine.ledger.commit()
-        self.session = self.on_meta = False
-        if version is not None:
-            self.engine.set_version(version)
-        return answer({"message": "Weight update finished"}, notes=notes)
-
-    def update_version(self, call: Call) -> Response:
-        version = _embedded(call, Field("new_version", text))["new_version"]
-        self.engine.set_version(version)
-        return answer({"success": True, "new_version": version})
-
-    def weight_info(self, call: Call) -> Response:
-        return answer({"weight_version": self.engine.version or "default"})
-
-    def weight_checker(self, call: Call) -> Response:
-        action = Field("action", one_of("checksum", "reset", "compare"))
-        body = _embedded(call, action, Field("baseline", optional(mapping), None))
-        if body["action"] == "reset":
-            self.engine.control("fill", 0.0)
-            self.engine.ledger.spoil("/weight_checker reset the weights to zero")
-            return answer({"status": "reset"})
-        if body["action"] == "compare" and body["baseline"] is None:
-            raise HttpError(400, "action='compare' requires a 'baseline' object")
-        checksums = self._checksums()
-        if body["action"] == "checksum":
-            return answer({"checksums": checksums})
-        baseline = body["baseline"]
-        wrong = sorted(k for k in checksums.keys() | baseline.keys() if checksums.get(k) != baseline.get(k))
-        return answer({"match": not wrong, "mismatches": wrong})
-
-    def collective_rpc(self, call: Call) -> Response:
-        try:
-            body = json.loads(call.data)
-        except ValueError as error:
-            raise HttpError(400, f"JSON decode error: {error}") from error
-        if not isinstance(body, dict):
-            raise HttpError(400, "Request body must be a JSON object")
-        if body.get("method") is None:
-            raise HttpError(400, "Missing 'method' in request body")
-        if body["method"] != "reload_weights":
-            raise WorkerError(f"the embedded engine's workers have no method {body['method']!r}")
-        folder = (body.get("kwargs") or {}).get("weights_path") or self.settings.model
-        outcome = self.engine.apply("reload", folder)
-        self._worker(outcome)
-        notes = outcome.notes + self.engine.ledger.commit()
-        return answer({"results": [None] * self.settings.tp}, notes=notes)
-
     # pause, sleep, caches
 
     def pause(self, call: Call) -> Response:
@@ -249,7 +131,9 @@ class Vllm(Protocol):
     def resume(self, call: Call) -> Response:
         self.pause_mode = None
         self.engine.scheduler.thaw()
-        notes = ["a forward pass now ends the engine: the weights are on the meta device"] if self.on_meta else None
+        notes = (
+            ["a forward pass now ends the engine: the weights are on the meta device"] if self.updates.on_meta else None
+        )
         return answer({"status": "resumed"}, notes=notes)
 
     def abort_requests(self, call: Call) -> Response:
@@ -346,29 +230,9 @@ class Vllm(Protocol):
         return checked
 
     def _step_kills(self) -> str | None:
-        if not self.on_meta:
+        if not self.updates.on_meta:
             return None
         return "NotImplementedError: a forward pass met parameters on the meta device (a weight update is not finished)"
-
-    def _checksums(self) -> dict[str, str]:
-        if self.on_meta:
-            raise WorkerError("Cannot copy out of meta tensor; no data!", "compute_weight_checksums")
-        per_rank: list[dict[str, str]] = self.engine.control("checksums")
-        return {
-            f"dp0:pp0:pcp0:tp{rank}:{name}": value
-            for rank, found in enumerate(per_rank)
-            for name, value in found.items()
-        }
-
-    def _worker(self, outcome: Outcome) -> None:
-        if outcome.error is not None:
-            raise WorkerError(outcome.error)
-
-
-def _embedded(call: Call, *fields: Field) -> dict[str, Any]:
-    """Fields that the framework embeds in a body: no body, or one that is not announced as JSON, lacks all of them."""
-    announced = "json" in call.headers.get("content-type", "")
-    return read(call.json() if call.data and announced else {}, *fields)
 
 
 def _sleep_level(value: Any) -> int:
