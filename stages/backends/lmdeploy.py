@@ -14,7 +14,7 @@ import torch
 from stages.backends.base import Backend, Engine, Keys
 from stages.backends.flattened import PayloadCache, encode, metadata_of, names_of
 from stages.backends.http import expect_dict
-from stages.errors import ConfigError, EngineError
+from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment
 from stages.run import Run, Timeouts, Wire
 from stages.transport.messages import GroupInit, GroupMessage, IpcMessage
@@ -51,6 +51,7 @@ class LmdeployEngine(Engine):
         self._event: Any = None
         self._group: str | None = None
         self._weights_awake = False
+        self._checked = False  # that it is no TurboMind engine
 
     def probe(self) -> None:
         self.admin.get("/health", "probe", self.timeouts.control)
@@ -60,10 +61,14 @@ class LmdeployEngine(Engine):
         self.state.paused = asleep and self.state.paused
         if self._group is not None and not self._knows_group(self._group):
             self.restarted()
+        elif not self._checked:
+            self._knows_group("none")
+        self._checked = True
 
     def restarted(self) -> None:
         super().restarted()
         self._group = None
+        self._checked = False
 
     def model_path(self) -> str | None:
         models = expect_dict(
@@ -226,11 +231,16 @@ class LmdeployEngine(Engine):
         return bool(expect_dict(self.admin, answer, phase, "/is_sleeping").get("is_sleeping"))
 
     def _knows_group(self, name: str) -> bool:
-        """An empty, unfinished bucket loads nothing, but is refused when the group is gone: the engine restarted."""
+        """An empty, unfinished bucket loads nothing, but is refused when there is no such group; TurboMind refuses all."""
         body = {"names": [], "dtypes": [], "shapes": [], "group_name": name, "finished": False}
         try:
             self._succeed("/update_weights_from_distributed", "probe", body, self.timeouts.control)
         except EngineError as error:
+            if error.status == 501:
+                raise CompositionError(
+                    f"{self.url} runs LMDeploy's TurboMind engine, whose online update is dead code (0.16 to 0.18); start it with "
+                    f"--backend pytorch --distributed-executor-backend ray"
+                ) from error
             if error.status in (200, 400):
                 return False
             raise
