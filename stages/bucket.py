@@ -138,7 +138,9 @@ class _Filler:
         yield from self._complete()
         if self._done != len(self._plan.buckets):
             missing = [e.spec.name for b in self._plan.buckets[self._done :] for e in b.entries]
-            raise PlanMismatch(f"the stream ended early: {len(missing)} planned tensors did not come, first {missing[:3]}")
+            raise PlanMismatch(
+                f"the stream ended early: {len(missing)} planned tensors did not come, first {missing[:3]}"
+            )
 
     def drop(self) -> None:
         for slot, lease in self._open.values():

@@ -21,7 +21,9 @@ class Prefetch(Stage):
 
     def __init__(self, depth: int = 1) -> None:
         if depth < 1:
-            raise ConfigError(f"prefetch.depth: {depth} must be at least 1; leave prefetch out of recipe.stages instead")
+            raise ConfigError(
+                f"prefetch.depth: {depth} must be at least 1; leave prefetch out of recipe.stages instead"
+            )
         self.depth = depth
 
     def __call__(self, items: Iterator[Bucket], run: Run) -> Iterator[Bucket]:

@@ -177,7 +177,7 @@ class _Slots:
         self._slots += [open_handle(handles, device) for handles in info.handles]
 
     def fetch(self, layout: BucketLayout, slot: int | None) -> torch.Tensor:
-        if slot is None or not 0 <= slot < len(self._slots):
+        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
             raise TransportError(f"bucket {layout.seq}: slot {slot} is not one of the {len(self._slots)} mapped")
         if layout.nbytes > self._slots[slot].numel():
             raise TransportError(f"bucket {layout.seq} of {layout.nbytes} bytes exceeds its slot")

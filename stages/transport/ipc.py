@@ -113,7 +113,7 @@ class Ipc(Transport):
 
 def refuse_expandable_segments(environ: dict[str, str] | os._Environ[str]) -> None:
     """CUDA memory from expandable segments cannot be shared by handle. Raises ConfigError that names the variable."""
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         for setting in environ.get(variable, "").split(","):
             key, _, value = setting.partition(":")
             if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
