@@ -63,7 +63,7 @@ def make_run(wire: Wire = MIXED, **fields: Any) -> Run:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes in row-major order, without our digest or packing code."""
-    return bytes(tensor.detach().contiguous().clone().untyped_storage())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensor_of(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
