@@ -166,6 +166,7 @@ class GatherParamsConf:
     _target_: str = "stages.gather.GatherParams"
     dtype: str = MISSING
     keep_dtype: dict[str, str] = MISSING
+    batch: Union[int, str] = MISSING  # noqa: UP007
 
 
 @dataclass

@@ -20,12 +20,12 @@ from stages.run import Run, Wire
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_size(size: int | str) -> int:
-    """`"512MiB"`, `"1.5 GB"` or a number of bytes -> bytes. Raises ConfigError, naming the value."""
+def parse_size(size: int | str, setting: str = "bucket.capacity") -> int:
+    """`"512MiB"`, `"1.5 GB"` or a number of bytes -> bytes. Raises ConfigError, naming the setting and the value."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", str(size))
     unit = (match[2] or "B").upper() if match else ""
     if match is None or unit not in _UNITS:
-        raise ConfigError(f"bucket.capacity: {size!r} is not a size; write for instance 64MiB, 1GB or 1048576")
+        raise ConfigError(f"{setting}: {size!r} is not a size; write for instance 64MiB, 1GB or 1048576")
     return int(float(match[1]) * _UNITS[unit])
 
 

@@ -1,7 +1,8 @@
 """How trainer ranks agree: through a key-value store with a timeout, never through a collective that could hang.
 
 A failing rank says so at the next meeting, and every rank then raises the same root cause; a rank that died is named
-by the others when their wait runs out.
+by the others when their wait runs out. Whoever waits for other ranks in another way, in a collective of its own, looks at
+`check` now and then.
 """
 
 from __future__ import annotations
@@ -67,12 +68,23 @@ class Comm:
         """Start counting meetings anew for update `epoch`, so that ranks that failed apart meet again."""
         self._epoch, self._meetings, self._agreed = epoch, 0, None
 
+    @property
+    def meetings(self) -> tuple[int, int]:
+        """The current update and how often this rank has met the others in it: while it grows, things go on."""
+        return self._epoch, self._meetings
+
+    def check(self) -> None:
+        """Raise RemoteRankError if any rank has come to a meeting of this update with an error. From any thread."""
+        key = f"{self._epoch}/alarm"
+        if self._store is not None and self._store.check([key]):
+            raise RemoteRankError(*json.loads(self._get(key)))
+
     def meet(self, what: str, value: Any = None, error: BaseException | None = None) -> list[Any]:
         """Wait until every rank is here; returns each rank's JSON-able `value`, by rank, if all gave one.
 
         If a rank came with an `error`, it re-raises that, and all others raise RemoteRankError with its words; with
-        several, the lowest rank's counts. Raises WaitTimeout naming the ranks that did not come. An interrupt is told to
-        the others without waiting for them.
+        several, the lowest rank's counts, but one that only heard of another's failure stands back. Raises WaitTimeout
+        naming the ranks that did not come. An interrupt is told to the others without waiting for them.
         """
         if self.world_size == 1:
             if error is not None:
@@ -113,8 +125,11 @@ class Comm:
     def _arrive(self, key: str, value: Any, error: BaseException | None) -> None:
         assert self._store is not None
         if error is not None:
-            self._store.set(f"{key}/error/{self.rank}", _describe(error))
+            root = json.dumps(_root(self.rank, error))
+            self._store.set(f"{key}/error/{self.rank}", root)
             self._store.add(f"{key}/errors", 1)
+            if not isinstance(error, RemoteRankError):
+                self._store.set(f"{self._epoch}/alarm", root)
         self._store.set(f"{key}/here/{self.rank}", json.dumps(value))
         if self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(f"{key}/all", "1")
@@ -136,8 +151,10 @@ class Comm:
             nap = min(nap * 1.5, _LONGEST_NAP)
         if not self._store.add(f"{key}/errors", 0):
             return None
-        first = next(r for r in range(self.world_size) if self._store.check([f"{key}/error/{r}"]))
-        return error if first == self.rank else RemoteRankError(first, self._get(f"{key}/error/{first}"))
+        told = [f"{key}/error/{r}" for r in range(self.world_size)]
+        roots = {r: json.loads(self._get(name)) for r, name in enumerate(told) if self._store.check([name])}
+        root = next((root for r, root in roots.items() if root[0] == r), next(iter(roots.values())))
+        return error if error is not None and _root(self.rank, error) == root else RemoteRankError(*root)
 
     def _get(self, key: str) -> str:
         assert self._store is not None
@@ -152,6 +169,11 @@ class Comm:
                 for name in ("count", "errors", "all"):
                     self._store.delete_key(f"{self._previous}/{name}")
         self._previous = key
+
+
+def _root(rank: int, error: BaseException) -> list[Any]:
+    """`[rank, words]` of what went wrong first."""
+    return [error.rank, error.cause] if isinstance(error, RemoteRankError) else [rank, _describe(error)]
 
 
 def _describe(error: BaseException) -> str:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from stages.base import Stage
+from stages.bucket import parse_size
 from stages.errors import ConfigError
 from stages.flow import Group, GroupSpec, TensorSpec, dtype_of
-from stages.gather.checkpoint import Checkpoint, CheckpointReader
-from stages.gather.module import Leaf, leaves_of
+from stages.gather.checkpoint import Checkpoint
+from stages.gather.exchange import Exchange
+from stages.gather.group import OwnGroup
+from stages.gather.layout import Description, Layout, Leaf, digest_of, parse_description, unite
 from stages.gather.names import fusion_key, layer_order, match_dtype
+from stages.gather.source import FolderSource, ModuleSource, Source
 from stages.run import Run
 
-__all__ = ["GatherParams"]
+__all__ = ["GatherParams", "source_of"]
 
 
 class GatherParams(Stage):
     """Reads a torch module or an HF checkpoint folder, whatever `update()` was given.
+
+    How the module is sharded shows on its parameters. Shares go to the ranks that hold bytes, in batches of whole groups of
+    up to `batch` bytes, the next batch under way while this one is consumed; other ranks take part and yield groups
+    without bytes. Ranks tell one another what they store when that changes, and agree on its digest at every update.
 
     `dtype` is the dtype on the wire of floating-point tensors: "auto" takes the engine's own per tensor where its checkpoint
     is known and leaves the rest as they are. `keep_dtype` maps glob patterns of names to dtypes that win over it: a router's
@@ -30,7 +38,9 @@ class GatherParams(Stage):
     produces = Group
     phase = "gather"
 
-    def __init__(self, dtype: str = "auto", keep_dtype: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, dtype: str = "auto", keep_dtype: dict[str, str] | None = None, batch: int | str = "128MiB"
+    ) -> None:
         self.dtype = dtype
         self.keep_dtype = {"*e_score_correction_bias": "float32"} if keep_dtype is None else keep_dtype
         for name in (*(d for d in (dtype,) if d != "auto"), *self.keep_dtype.values()):
@@ -38,31 +48,101 @@ class GatherParams(Stage):
                 dtype_of(name)
             except ValueError as error:
                 raise ConfigError(f"gather: dtype {error}") from error
-        self._source: _ModuleSource | _FolderSource | None = None
-        self._readers: dict[str, Callable[[], torch.Tensor]] = {}
+        self.batch = parse_size(batch, "gather.batch")
+        self._source: Source | None = None
+        self._described = Description()
+        self._agreed: list[tuple[str, bool]] | None = None  # what all ranks said when the layout was made
+        self._layout = Layout([], [], {}, ())
+        self._specs: tuple[GroupSpec, ...] = ()
+        self._exchange: Exchange | None = None
+        self._group: OwnGroup | None = None
+        self._works: list[Any] = []  # exchanges under way
+        self._streaming = False
 
     def plan(self, specs: Iterable[GroupSpec], run: Run) -> Iterable[GroupSpec]:
-        self._source = source_of(run.model)
-        leaves, aliases = self._source.leaves()
-        if not leaves:
-            raise ConfigError("the model has no tensors to send")
-        self._readers = {leaf.name: leaf.read for leaf in leaves}
-        return group_specs([self._wire_spec(leaf, run) for leaf in leaves], aliases)
-
-    def prepare(self, run: Run) -> None:
-        if isinstance(run.model, torch.nn.Module):
-            for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):
-                if tensor.is_meta:
-                    raise ConfigError(f"{name} is on the meta device and has no values to send; load the weights first")
-
-    def __call__(self, items: Iterator[None], run: Run) -> Iterator[Group]:
+        """The groups of the model over all ranks. With more than one rank a collective, like `prepare`."""
         if run.device.type == "cuda":
             torch.cuda.current_stream(run.device).synchronize()  # the optimizer step may still be running
-        assert self._source is not None, "plan() runs before every update"
-        readers = self._readers
-        with self._source:
-            for spec in run.gathered:
-                yield Group(spec, tuple(readers[t.name]() for t in spec.tensors))
+        if self._streaming:
+            self._break()
+        self._source = source_of(run.model)
+        self._described = self._source.describe(run.comm.rank)
+        whole_group = self._agree(run)
+        if not self._layout.leaves:
+            raise ConfigError("the model has no tensors to send")
+        planned = tuple(group_specs([self._wire_spec(leaf, run) for leaf in self._layout.leaves], self._layout.aliases))
+        if self._exchange is None or planned != self._specs:
+            self._specs = planned
+            self._exchange = Exchange(self._layout, planned, self.batch, run.comm.rank, run.comm.world_size)
+        if self._exchange.collective and not whole_group:
+            self._leave()
+            self._group = OwnGroup(run)
+        if self._group is not None:
+            self._group.stop.clear()
+        return planned
+
+    def prepare(self, run: Run) -> None:
+        assert self._exchange is not None, "plan() runs before every update"
+        if isinstance(run.model, torch.nn.Module):
+            for name, tensor in self._described.tensors.items():
+                if tensor.is_meta:
+                    raise ConfigError(f"{name} is on the meta device and has no values to send; load the weights first")
+        self._exchange.allocate(run.device)
+
+    def __call__(self, items: Iterator[None], run: Run) -> Iterator[Group]:
+        assert self._source is not None and self._exchange is not None, "plan() runs before every update"
+        self._exchange.allocate(run.device)
+        self._streaming = True
+        try:
+            with self._source:
+                yield from self._exchange.stream(self._described.tensors, self._group, self._works)
+            self._streaming = False
+        finally:
+            if self._streaming:
+                self._break()
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.stop.set()
+
+    def close(self) -> None:
+        if self._streaming:
+            self._break()
+        self._leave()
+        self._exchange, self._agreed = None, None
+        self._source, self._described = None, Description()
+
+    def _agree(self, run: Run) -> bool:
+        """Bring `self._layout` up to date with all ranks. Returns whether all of them still have the process group."""
+        comm, text = run.comm, self._described.text()
+        digest = digest_of(text)
+        mine = [digest, run.transport.holds_bytes(run), self._group is not None]
+        all_said: list[list[Any]] = comm.meet("what the ranks store", mine)
+        said: list[tuple[str, bool]] = [(digest, holds) for digest, holds, _ in all_said]
+        if said != self._agreed:
+            first: dict[str, list[int]] = {}
+            for rank, (theirs, _) in enumerate(said):
+                first.setdefault(theirs, []).append(rank)
+            texts = comm.meet("layouts", text if first[digest][0] == comm.rank else "")
+            seen = [(parse_description(texts[ranks[0]]), ranks) for ranks in first.values()]
+            self._layout = unite(seen, tuple(rank for rank, (_, holds) in enumerate(said) if holds))
+            self._agreed, self._exchange = said, None
+        return all(ready for *_, ready in all_said)
+
+    def _break(self) -> None:
+        """A stream ended early: other ranks may wait in an exchange that this one will not join, or the other way round."""
+        group, self._group = self._group, None
+        works, self._works = self._works, []
+        self._streaming = False
+        if group is not None:
+            group.abandon(works)
+        if self._exchange is not None and works:
+            self._exchange.release()  # what is stuck may still write into them
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def _wire_spec(self, leaf: Leaf, run: Run) -> TensorSpec:
         dtype = leaf.dtype
@@ -90,50 +170,12 @@ def group_specs(specs: list[TensorSpec], aliases: list[tuple[str, str]]) -> list
     return [GroupSpec(tuple(ts), tuple(a for t in ts for a in by_target.get(t.name, ()))) for ts in ordered]
 
 
-def source_of(model: object) -> _ModuleSource | _FolderSource:
+def source_of(model: object) -> Source:
     """What `update()` was given, as something to read. Raises ConfigError for anything else."""
     if isinstance(model, torch.nn.Module):
-        return _ModuleSource(model)
+        return ModuleSource(model)
     if isinstance(model, str | Path):
-        return _FolderSource(Checkpoint(model))
+        return FolderSource(Checkpoint(model))
     if isinstance(model, Checkpoint):
-        return _FolderSource(model)
+        return FolderSource(model)
     raise ConfigError(f"update() takes a torch.nn.Module or an HF checkpoint folder, not {type(model).__name__}")
-
-
-class _ModuleSource:
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def leaves(self) -> tuple[list[Leaf], list[tuple[str, str]]]:
-        return leaves_of(self._module)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-class _FolderSource:
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._reader: CheckpointReader = checkpoint.reader()
-        self._stack = ExitStack()
-
-    def leaves(self) -> tuple[list[Leaf], list[tuple[str, str]]]:
-        leaves = [
-            Leaf(s.name, s.dtype, s.shape, lambda n=s.name: self._reader.read(n))  # type: ignore[misc]
-            for s in self._checkpoint.specs.values()
-        ]
-        names = self._checkpoint.tensors
-        embeddings = [n for n in names if n.endswith("embed_tokens.weight")]
-        if self._checkpoint.tied and embeddings and "lm_head.weight" not in names:
-            return leaves, [("lm_head.weight", min(embeddings, key=len))]  # layers may have embeddings of their own
-        return leaves, []
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(self._reader)
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from stages.errors import PlanMismatch
+from stages.gather.dtensor import settle, share_of
+from stages.gather.layout import Box, Description, Leaf, Part, whole
 from stages.gather.names import strip_wrappers
 
 # transformers 5 keeps a layer's experts as 3-D parameters, with or without `.weight`.
@@ -18,38 +18,30 @@ _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 _SAVED = re.compile(r"\.modules_to_save\.[^.]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One HF-named tensor of a module: `read()` gives the current values, full shape, without a copy where possible."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-
-
-def leaves_of(module: torch.nn.Module) -> tuple[list[Leaf], list[tuple[str, str]]]:
-    """`(leaves, aliases)` in module order; aliases are `(tied name, name that travels)`.
+def describe(module: torch.nn.Module, rank: int = 0) -> Description:
+    """The tensors of a module as this rank sees them, in module order.
 
     Tied parameters are found by shared storage, whether or not they are the same object. Buffers count when they are
     part of the state dict. Raises PlanMismatch for colliding names and for unmerged LoRA adapters.
     """
+    settle(module)
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     persistent = _persistent_buffers(module)
     named |= {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in persistent}
     clean = strip_wrappers(named)
     plain = without_adapters({clean[n]: t for n, t in named.items()}, all_merged=_all_merged(module))
+    made = Description()
     owners: dict[tuple[object, ...], list[Leaf]] = {}
-    leaves: list[Leaf] = []
-    aliases: list[tuple[str, str]] = []
     for name, tensor in plain.items():
-        parts = _expand(name, tensor)
-        owner = owners.setdefault(_identity(tensor), parts)
-        if owner is parts or len(owner) != len(parts):
-            leaves += parts
+        local, shape, spread = share_of(name, tensor)
+        leaves = hf_leaves(name, tensor.dtype, shape)
+        owner = owners.setdefault(_identity(tensor, local), leaves)
+        if owner is leaves or len(owner) != len(leaves):
+            made.store(name, local, shape, spread, rank)
+            made.leaves += leaves
         else:
-            aliases += [(mine.name, theirs.name) for mine, theirs in zip(parts, owner, strict=True)]
-    return leaves, aliases
+            made.aliases += [(mine.name, theirs.name) for mine, theirs in zip(leaves, owner, strict=True)]
+    return made
 
 
 def without_adapters(named: dict[str, torch.Tensor], all_merged: bool) -> dict[str, torch.Tensor]:
@@ -99,35 +91,32 @@ def _persistent_buffers(module: torch.nn.Module) -> set[str]:
     return found
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same bytes seen the same way. Empty tensors and fakes are their own."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
+    if local.numel() == 0 or local.device.type == "meta":
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), tuple(local.shape), tuple(local.stride()))
 
 
-def _expand(name: str, tensor: torch.Tensor) -> list[Leaf]:
+def hf_leaves(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Leaf]:
     """Fused 3-D experts become `experts.{e}.{gate,up,down}_proj.weight`; everything else stays what it is.
 
     Layouts of transformers 5: gate_up_proj [E, 2I, H] with gate first, down_proj [E, H, I].
     """
     match = _EXPERTS.match(name)
-    if match is None or tensor.dim() != 3:
-        return [Leaf(name, tensor.dtype, tuple(tensor.shape), lambda: tensor.detach())]
-    prefix, experts = match["prefix"], tensor.shape[0]
+    if match is None or len(shape) != 3:
+        return [Leaf(name, dtype, shape, (Part(name, whole(shape)),))]
+    experts, rows, columns = shape
+    if match["kind"] == "down_proj":
+        cuts = {"down_proj": (0, rows)}
+    elif rows % 2:
+        raise PlanMismatch(f"{name}: shape {list(shape)} does not split into gate and up halves")
+    else:
+        cuts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
     leaves = []
     for expert in range(experts):
-        if match["kind"] == "down_proj":
-            leaves.append(_part(f"{prefix}.{expert}.down_proj.weight", tensor, expert, 0, tensor.shape[1]))
-            continue
-        if tensor.shape[1] % 2:
-            raise PlanMismatch(f"{name}: shape {list(tensor.shape)} does not split into gate and up halves")
-        half = tensor.shape[1] // 2
-        leaves.append(_part(f"{prefix}.{expert}.gate_proj.weight", tensor, expert, 0, half))
-        leaves.append(_part(f"{prefix}.{expert}.up_proj.weight", tensor, expert, half, half))
+        for kind, (first, last) in cuts.items():
+            box: Box = (((expert, expert + 1),), ((first, last),), ((0, columns),))
+            hf = f"{match['prefix']}.{expert}.{kind}.weight"
+            leaves.append(Leaf(hf, dtype, (last - first, columns), (Part(name, box),)))
     return leaves
-
-
-def _part(name: str, tensor: torch.Tensor, expert: int, first: int, rows: int) -> Leaf:
-    shape = (rows, tensor.shape[2])
-    return Leaf(name, tensor.dtype, shape, lambda: tensor.detach()[expert, first : first + rows])

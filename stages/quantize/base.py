@@ -158,7 +158,7 @@ class Quantize(Stage):
     # -- streaming --------------------------------------------------------------------------------------
     def prepare(self, run: Run) -> None:
         """Find NaN and infinity before anything is sent. Weights that a stage renames are looked at as they come by."""
-        if self.allow_nonfinite or not self.look_ahead or not run.transport.holds_bytes(run):
+        if self.allow_nonfinite or not self.look_ahead:
             return
         wanted = {
             t.name: t.dtype
@@ -168,9 +168,9 @@ class Quantize(Stage):
         }
         source = source_of(run.model)
         with torch.no_grad(), source:
-            for leaf in source.leaves()[0]:
-                if leaf.name in wanted:
-                    weight = Weight(leaf.name, leaf.read(), wanted[leaf.name])
+            for name, share in source.shares(run.comm.rank):
+                if name in wanted and share.numel():
+                    weight = Weight(name, share.reshape(-1, share.shape[-1]), wanted[name])
                     self.check(weight, peak(weight.tensor, weight.dtype, self.scratch))
 
     def __call__(self, items: Iterator[Group], run: Run) -> Iterator[Group]:

@@ -12,20 +12,21 @@ from torch import nn
 from stages.errors import ConfigError, PlanMismatch
 from stages.flow import Group, GroupSpec, TensorSpec
 from stages.gather import GatherParams, group_specs
-from stages.gather.module import leaves_of
+from stages.gather.module import describe
+from stages.gather.source import ModuleSource
 from stages.run import Run, Wire
 
 
 def names(module: nn.Module) -> list[str]:
-    return [leaf.name for leaf in leaves_of(module)[0]]
+    return [leaf.name for leaf in describe(module).leaves]
 
 
 def aliases(module: nn.Module) -> list[tuple[str, str]]:
-    return leaves_of(module)[1]
+    return describe(module).aliases
 
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {leaf.name: leaf.read() for leaf in leaves_of(module)[0]}
+    return dict(ModuleSource(module).shares())
 
 
 def holder(**tensors: torch.Tensor) -> nn.Module:
@@ -330,7 +331,7 @@ def test_a_tensor_of_three_dimensions_is_no_fused_expert_by_that_alone() -> None
     named = nn.Module()
     named.experts = nn.ModuleList([nn.Module()])
     named.experts[0].up_proj = nn.Conv1d(3, 4, 2, bias=False)
-    assert leaves_of(named)[0][0].shape == (4, 3, 2)
+    assert describe(named).leaves[0].shape == (4, 3, 2)
     assert names(named) == ["experts.0.up_proj.weight"]
 
 
@@ -371,7 +372,7 @@ def test_a_routers_correction_bias_stays_fp32_end_to_end(wire: Wire, engine_dtyp
     model.l = nn.ModuleList([nn.Module()])
     model.l[0].mlp = holder(gate__e_score_correction_bias=bias, gate__weight=torch.zeros(238, 4))
     run = make_run(wire)
-    run.expected = {n: TensorSpec(n, engine_dtype, leaf.shape) for leaf in leaves_of(model)[0] for n in [leaf.name]}
+    run.expected = {n: TensorSpec(n, engine_dtype, leaf.shape) for leaf in describe(model).leaves for n in [leaf.name]}
     for dtype in ("auto", "bfloat16"):
         groups = gather(model, wire, GatherParams(dtype), run)
         announced = {t.name: t.dtype for g in groups for t in g.spec.tensors}
