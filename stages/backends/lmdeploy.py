@@ -238,8 +238,8 @@ class LmdeployEngine(Engine):
         except EngineError as error:
             if error.status == 501:
                 raise CompositionError(
-                    f"{self.url} runs LMDeploy's TurboMind engine, whose online update is dead code (0.16 to 0.18); start it with "
-                    f"--backend pytorch --distributed-executor-backend ray"
+                    f"{self.url} runs LMDeploy's TurboMind engine, whose online update is dead code (0.16 to 0.18); start it "
+                    f"with --backend pytorch --distributed-executor-backend ray"
                 ) from error
             if error.status in (200, 400):
                 return False
