@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import requests
 import uvicorn
 
+from pipelines.engine.__main__ import bind
 from pipelines.engine.app import make_app
 from pipelines.engine.engine import Engine
 from pipelines.engine.settings import Settings
@@ -70,7 +70,8 @@ class LocalEngine(Client):
 
     def __init__(self, settings: Settings) -> None:
         self.engine = Engine(settings)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = bind("127.0.0.1", 0)
+        listener.listen()
         self._server = uvicorn.Server(uvicorn.Config(make_app(self.engine), log_level="error", access_log=False))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import requests
 
+from pipelines.engine.__main__ import bind
 from pipelines.engine.generation import Generation
 from pipelines.engine.settings import Settings, check_exposure
 from stages.errors import ConfigError
@@ -103,6 +106,12 @@ def test_a_host_that_others_reach_needs_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_needs_none(host: str) -> None:
     check_exposure(host, None)
+
+
+def test_connections_do_not_wait_for_delayed_acknowledgements() -> None:
+    """asyncio turns Nagle's algorithm off only for sockets that say they are TCP."""
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 # --- malformed requests
