@@ -16,6 +16,7 @@ from pipelines.config import build
 from pipelines.report import UpdateReport
 from pipelines.trainers.base import Trainer
 from pipelines.updater import WeightUpdater
+from stages.backends.base import PROOFS
 from stages.errors import WeightstreamError
 
 log = logging.getLogger("weightstream")
@@ -32,14 +33,15 @@ def run(settings: dict[str, Any], output: Path) -> int:
     trainer: Trainer = build(settings["trainer"], Trainer)  # type: ignore[type-abstract]
     updater = WeightUpdater.from_config(settings, reference=trainer.reference)
     console = report_view.table_console()
+    verify = settings["session"]["verify"]
     try:
         with updater, _progress(settings, updater) as begin:
             for number in range(settings["updates"]):
                 trainer.step()
                 begin(number)
                 update = updater.update(trainer.source)
-                if settings["session"]["verify"]["probe"]:
-                    _prove(updater, update, trainer)
+                if verify["probe"] or verify["minimum"] == "probe":
+                    _prove(updater, update, trainer, verify["minimum"])
                 log.info("update %d: version %s %s, %d bytes", number + 1, update.version, update.outcome, update.bytes)
     finally:
         updater.report.write(output / REPORT)
@@ -49,15 +51,18 @@ def run(settings: dict[str, Any], output: Path) -> int:
     return 0 if updater.report.outcome == "committed" else 1
 
 
-def _prove(updater: WeightUpdater, update: UpdateReport, trainer: Trainer) -> None:
+def _prove(updater: WeightUpdater, update: UpdateReport, trainer: Trainer, minimum: str) -> None:
     """Let each engine generate greedily, and hold every token and log-probability against the trainer's own forward.
 
-    Raises WeightstreamError when one is not what these weights say.
+    Raises WeightstreamError when one is not what these weights say, or when a probe is demanded that cannot be made.
     """
+    prompts = [*trainer.prompts()]
+    if minimum == "probe" and not prompts:
+        raise WeightstreamError("session.verify.minimum=probe: this trainer has no forward pass to compare tokens with")
     for engine in update.engines:
         if engine.outcome != "committed":
             continue
-        for prompt in trainer.prompts():
+        for prompt in prompts:
             tokens, logprobs = updater.generate(engine.url, prompt, _NEW_TOKENS)
             for n, (score, logprob) in enumerate(zip(trainer.score(prompt, tokens), logprobs, strict=True)):
                 if max(abs(score.logprob - logprob), score.best - score.logprob) > trainer.tolerance:
@@ -66,6 +71,8 @@ def _prove(updater: WeightUpdater, update: UpdateReport, trainer: Trainer) -> No
                         f"gives it {score.logprob:.5f}, and {score.best:.5f} to the likeliest"
                     )
                     raise WeightstreamError(f"{engine.url} generates otherwise than the trainer: {engine.error}")
+        if prompts and (engine.verified is None or PROOFS.index(engine.verified) < PROOFS.index("probe")):
+            engine.verified = "probe"
 
 
 @contextmanager
