@@ -51,7 +51,7 @@ def run(settings: dict[str, Any], output: Path) -> int:
     return 0 if updater.report.outcome == "committed" else 1
 
 
-def _prove(updater: WeightUpdater, update: UpdateReport, trainer: Trainer, minimum: str) -> None:
+def _prove(updater: WeightUpdater, update: UpdateReport, trainer: Trainer, minimum: str = "acknowledged") -> None:
     """Let each engine generate greedily, and hold every token and log-probability against the trainer's own forward.
 
     Raises WeightstreamError when one is not what these weights say, or when a probe is demanded that cannot be made.
