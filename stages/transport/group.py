@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -83,7 +84,8 @@ class BroadcastGroup:
     @classmethod
     def lead(cls, store: GroupStore, init: GroupInit, device: torch.device) -> BroadcastGroup:
         """Form the group as rank 0. Blocks until all ranks joined; raises TransportError after `init.timeout` seconds."""
-        return cls._form(store.store, init, 0, device)
+        # Over a connection of its own: one that waits for a group that never forms would block the next generation.
+        return cls.join(replace(init, master_address=store.address, master_port=store.port), 0, device)
 
     @classmethod
     def join(cls, init: GroupInit, rank: int, device: torch.device | str = "cpu") -> BroadcastGroup:
@@ -117,6 +119,10 @@ class BroadcastGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send (rank 0) or receive `tensor`, contiguous. Blocks; raises TransportError on failure or timeout."""
+        if not tensor.is_contiguous():
+            raise TransportError(
+                f"group {self.name}: a tensor that is not contiguous would be sent in its storage's order"
+            )
         try:
             options = dist.BroadcastOptions()
             options.rootRank = 0

@@ -25,6 +25,7 @@ from stages.transport.group import BroadcastGroup, GroupStore, NcclIdGroup
 from stages.transport.messages import GroupInit, GroupMessage
 
 Group = BroadcastGroup | NcclIdGroup
+_LEAVE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Nccl(Transport):
 
     def close(self) -> None:
         for live in self._live:
-            self._dissolve(live, live.engines)
+            self._dissolve(live)
         self._live = []
         self._store = None
 
@@ -83,7 +84,7 @@ class Nccl(Transport):
         wanted = [tuple(run.engines)] if self.groups == "one" else [(e,) for e in run.engines]
         for live in [x for x in self._live if x.engines not in wanted or not x.fits(run)]:
             self._live.remove(live)
-            self._dissolve(live, live.engines)
+            self._dissolve(live)
         for engines in wanted:
             if not any(live.engines == engines for live in self._live):
                 self._live.append(self._form(engines, run))
@@ -91,7 +92,7 @@ class Nccl(Transport):
     def leave(self, engine: object) -> None:
         for live in [x for x in self._live if engine in x.engines]:
             self._live.remove(live)
-            self._dissolve(live, tuple(e for e in live.engines if e is not engine))
+            self._dissolve(live)
 
     def ship(self, bucket: Bucket, run: Run) -> Shipment:
         if bucket.slot is None:
@@ -147,10 +148,11 @@ class Nccl(Transport):
                 if (error := future.exception()) is not None:
                     raise error
 
-    def _dissolve(self, live: _Live, reachable: tuple[Engine, ...]) -> None:
-        leaving = [start(partial(e.leave_group, live.inits[e.url]), "group") for e in reachable]
-        live.group.destroy()
-        wait(leaving, timeout=10.0)
+    def _dissolve(self, live: _Live) -> None:
+        """Have everybody leave at once: a broadcast that still runs ends when the first peer is gone."""
+        leaving: list[Future[None]] = [start(partial(e.leave_group, live.inits[e.url]), "group") for e in live.engines]
+        leaving.append(start(live.group.destroy, "group"))
+        wait(leaving, timeout=_LEAVE_SECONDS)
 
 
 def _broadcast_all(groups: list[Group], memory: torch.Tensor) -> None:
