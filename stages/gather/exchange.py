@@ -309,11 +309,13 @@ class Exchange:
     def _finish(self, leaf: Leaf, parts: list[torch.Tensor]) -> torch.Tensor:
         if leaf.lora is None:
             return parts[0].reshape(leaf.shape)
-        weight, a, b = parts
-        left, right = (a.T, b.T) if leaf.lora.transposed else (b, a)
+        weight, *factors = parts
         product = self._scratch[: weight.numel()].view(weight.shape)
-        torch.mm(left, right, out=product)
-        return weight.add_(product.mul_(leaf.lora.scale)).reshape(leaf.shape)
+        for scale, a, b in zip(leaf.lora.scales, factors[::2], factors[1::2], strict=True):
+            left, right = (a.T, b.T) if leaf.lora.transposed else (b, a)
+            torch.mm(left, right, out=product)
+            weight.add_(product.mul_(scale))
+        return weight.reshape(leaf.shape)
 
 
 def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

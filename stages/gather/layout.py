@@ -126,9 +126,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The three parts of a leaf are a weight and the factors A and B of its adapter: weight + scale * B @ A."""
+    """The parts of a leaf are a weight and the factors A and B of each of its adapters: weight + scale * B @ A + ..."""
 
-    scale: float
+    scales: tuple[float, ...]
     transposed: bool = False  # the weight is stored [in, out]
 
 
@@ -178,7 +178,7 @@ class Description:
                 dtype_name(leaf.dtype),
                 leaf.shape,
                 [[p.key, None if p.select == whole(self.stored[p.key].shape) else p.select] for p in leaf.parts],
-                leaf.lora and [leaf.lora.scale, leaf.lora.transposed],
+                leaf.lora and [leaf.lora.scales, leaf.lora.transposed],
             ]
             for leaf in self.leaves
         ]
@@ -200,7 +200,7 @@ def parse_description(text: str) -> Description:
                 dtype_of(dtype),
                 tuple(shape),
                 tuple(Part(k, whole(made.stored[k].shape) if s is None else _box(s)) for k, s in parts),
-                lora and Lora(*lora),
+                lora and Lora(tuple(lora[0]), lora[1]),
             )
         )
     return made

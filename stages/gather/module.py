@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from stages.errors import PlanMismatch
 from stages.gather.dtensor import settle, share_of
-from stages.gather.layout import Box, Description, Leaf, Part, whole
+from stages.gather.layout import Box, Description, Leaf, Lora, Part, whole
+from stages.gather.lora import Adapters, adapters_of, factor_names
 from stages.gather.names import strip_wrappers
+
+T = TypeVar("T")
 
 # transformers 5 keeps a layer's experts as 3-D parameters, with or without `.weight`.
 _EXPERTS = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$")
@@ -22,19 +28,27 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
     """The tensors of a module as this rank sees them, in module order.
 
     Tied parameters are found by shared storage, whether or not they are the same object. Buffers count when they are
-    part of the state dict. Raises PlanMismatch for colliding names and for unmerged LoRA adapters.
+    part of the state dict. LoRA adapters become part of the weights that they change. Raises PlanMismatch for colliding
+    names and for adapters that cannot be merged in passing.
     """
     settle(module)
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     persistent = _persistent_buffers(module)
     named |= {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in persistent}
     clean = strip_wrappers(named)
-    plain = without_adapters({clean[n]: t for n, t in named.items()}, all_merged=_all_merged(module))
+    pending = {a.weight: a for a in adapters_of(module)}
+    known = factor_names(module)
+    plain = without_adapters({clean[n]: n for n in named if n not in known}, all_merged=_all_merged(module))
     made = Description()
     owners: dict[tuple[object, ...], list[Leaf]] = {}
-    for name, tensor in plain.items():
+    for name, raw in plain.items():
+        tensor = named[raw]
         local, shape, spread = share_of(name, tensor)
         leaves = hf_leaves(name, tensor.dtype, shape)
+        if (adapters := pending.get(raw)) is not None:
+            made.store(name, local, shape, spread, rank)
+            made.leaves.append(_merged(made, leaves[0], adapters, named, rank))
+            continue
         owner = owners.setdefault(_identity(tensor, local), leaves)
         if owner is leaves or len(owner) != len(leaves):
             made.store(name, local, shape, spread, rank)
@@ -44,7 +58,17 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
     return made
 
 
-def without_adapters(named: dict[str, torch.Tensor], all_merged: bool) -> dict[str, torch.Tensor]:
+def _merged(made: Description, base: Leaf, adapters: Adapters, named: dict[str, torch.Tensor], rank: int) -> Leaf:
+    """A weight with what its adapters add."""
+    parts = [*base.parts]
+    for key in itertools.chain(*adapters.factors):
+        local, shape, spread = share_of(key, named[key])
+        made.store(key, local, shape, spread, rank)
+        parts.append(Part(key, whole(shape)))
+    return replace(base, parts=tuple(parts), lora=Lora(adapters.scales, adapters.transposed))
+
+
+def without_adapters(named: dict[str, T], all_merged: bool) -> dict[str, T]:
     """PEFT's names turned into the base model's: merged adapters dropped, trained copies sent under the plain name.
 
     Raises PlanMismatch when adapters are not merged, since the base weights alone would be the wrong model.
@@ -63,7 +87,7 @@ def without_adapters(named: dict[str, torch.Tensor], all_merged: bool) -> dict[s
                 f"{plain} has two trained copies, {saved[plain]} and {name}; delete the adapter that is not meant"
             )
         saved[plain] = name
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, T] = {}
     for name, tensor in named.items():
         if _LORA.search(name) or _SAVED.search(name):
             continue
