@@ -309,6 +309,11 @@ def test_generate_takes_and_gives_token_ids(engine: LocalEngine) -> None:
     torch.testing.assert_close([pair[0] for pair in answer["meta_info"]["output_token_logprobs"]], probe["logprobs"])
 
 
+def test_the_checkpoint_engine_plane_says_that_it_is_not_ready(engine: LocalEngine) -> None:
+    assert engine.get("/update_weights_from_ipc").json()["ready"] is False
+    assert engine.post("/update_weights_from_ipc", {"zmq_handles": {}}).status_code == 501
+
+
 def test_the_model_must_be_named_right(engine: LocalEngine) -> None:
     assert engine.post("/v1/completions", {"prompt": PROMPT}).status_code == 400
     assert engine.post("/v1/completions", {"prompt": PROMPT, "model": "other"}).status_code == 404

@@ -30,7 +30,13 @@ from pipelines.engine.web import Call, Endpoint, answer, has_key, note_header
 _OPEN_PREFIXES = ("/health", "/docs", "/redoc", "/nodes")
 _INFERENCE = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
 _TAGS = {"weights", "kv_cache"}
-_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "server_error",
+    501: "server_error",
+    503: "server_error",
+}
 _PARTIAL = "The model weights are partially updated; please discard them and reload."
 
 
@@ -54,6 +60,8 @@ class Lmdeploy(Protocol):
             Endpoint("/v1/completions", self.json_only(self._completions.create)),
             Endpoint("/generate", self.json_only(self.generate)),
             Endpoint("/update_weights", self.json_only(self.update_weights)),
+            Endpoint("/update_weights_from_ipc", self.ipc_status, ("GET",)),
+            Endpoint("/update_weights_from_ipc", self.json_only(self.update_ipc)),
             Endpoint("/init_weights_update_group", self.json_only(self.init_group)),
             Endpoint("/update_weights_from_distributed", self.json_only(self.update_distributed)),
             Endpoint("/destroy_weights_update_group", self.json_only(self.destroy_group)),
@@ -149,6 +157,27 @@ class Lmdeploy(Protocol):
         if isinstance(payload, list) and len(payload) > self.settings.tp:
             notes.insert(0, f"{len(payload)} payloads for {self.settings.tp} ranks")
         return answer(None, notes=notes)
+
+    def ipc_status(self, call: Call) -> Response:
+        """checkpoint-engine's plane, which ours does not have."""
+        return answer(
+            {
+                "ready": False,
+                "message": 'checkpoint-engine IPC updates require backend="pytorch" and device_type="cuda".',
+                "backend": "pytorch",
+                "device_type": self.settings.device.partition(":")[0],
+                "checkpoint_engine_version": None,
+                "is_sleeping": bool(self.asleep),
+                "sleeping_tags": sorted(self.asleep),
+                "device_uuids": [],
+                "worker_ranks": [],
+            }
+        )
+
+    def update_ipc(self, call: Call) -> Response:
+        call.read(Field("zmq_handles", mapping))
+        words = f'checkpoint-engine IPC updates require device_type="cuda", got {self.settings.device!r}.'
+        return JSONResponse(self.error(501, words), 501)
 
     def init_group(self, call: Call) -> Response:
         body = call.read(
