@@ -100,9 +100,13 @@ class LmdeployEngine(Engine):
         if self._asleep("pause"):  # by an earlier update that failed, or by the trainer
             self.state.begun = True
         else:
-            self.admin.post("/sleep", "pause", self.timeouts.control, query={"level": self._sleep_level})
-            self.state.begun = self._sleep_level == 2
             self._weights_awake = False
+            try:
+                self.admin.post("/sleep", "pause", self.timeouts.control, query={"level": self._sleep_level})
+            except EngineUnreachable:  # it may have heard all the same
+                self.state.paused, self.state.begun = True, self._sleep_level == 2
+                raise
+            self.state.begun = self._sleep_level == 2
         self.state.paused = True
         if not self._asleep("pause"):
             raise self.fail("pause", "/sleep answered 200 but /is_sleeping says false")
@@ -182,22 +186,15 @@ class LmdeployEngine(Engine):
 
     def generate(self, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         body = {
-            "model": self.model_path() or "model",
-            "prompt": input_ids,
+            "input_ids": input_ids,
             "max_tokens": max_new_tokens,
             "temperature": 0,
-            "logprobs": 1,
             "ignore_eos": True,
-            "return_token_ids": True,
+            "return_logprob": True,
         }
-        answer = expect_dict(
-            self.api,
-            self.api.post("/v1/completions", "generate", self.timeouts.control, body),
-            "generate",
-            "/v1/completions",
-        )
-        choice = answer["choices"][0]
-        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        answer = self.api.post("/generate", "generate", self.timeouts.control, body)
+        answer = expect_dict(self.api, answer, "generate", "/generate")
+        return answer["output_ids"], [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
 
     def _event_handle(self) -> dict[str, Any]:
         """One interprocess event both ways: filled (recorded here) and consumed (recorded by the engine)."""
