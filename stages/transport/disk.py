@@ -19,6 +19,8 @@ import shutil
 import socket
 import struct
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +65,17 @@ class Disk(Transport):
         self.path = Path(path)
         self.keep, self.fsync = keep, fsync
         self.path_map = path_map or {}
-        self._folder: Path | None = None
+        self._folder: Path | None = None  # being written
+        self._published: Path | None = None  # visible, but not committed yet
+        self._reference: Path | None = None
         self._files: dict[str, dict[str, Any]] = {}
         self._index: dict[str, str] = {}
 
     def open(self, run: Run) -> None:
         if run.comm.is_head:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _remove_leftovers(self.path)
+            with _explained(self.path):
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _remove_leftovers(self.path)
 
     def close(self) -> None:
         self._drop()
@@ -78,11 +83,14 @@ class Disk(Transport):
     def prepare(self, run: Run) -> None:
         if not run.comm.is_head:
             return
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.version):
-            raise ConfigError(f"version {run.version!r} cannot be a folder name; use letters, digits, '.', '_' and '-'")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", run.version):
+            raise ConfigError(
+                f"version {run.version!r} cannot be a folder name; use up to 200 letters, digits, '.', '_' and '-'"
+            )
         if (self.path / run.version).exists():
             raise ConfigError(f"{self.path / run.version} exists: a version is never overwritten; give another version")
-        need, free = run.current_plan.nbytes, shutil.disk_usage(self.path).free
+        with _explained(self.path):
+            need, free = run.current_plan.nbytes, shutil.disk_usage(self.path).free
         if need > free:
             raise TransportError(
                 f"{self.path}: {need} bytes needed, {free} free; free some or set transport.path elsewhere"
@@ -90,7 +98,8 @@ class Disk(Transport):
         self._drop()
         self._files, self._index = {}, {}
         self._folder = self.path / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._folder.mkdir(mode=0o700)
+        with _explained(self._folder):
+            self._folder.mkdir(mode=0o700)
 
     def ship(self, bucket: Bucket, run: Run) -> Shipment:
         if bucket.slot is None or self._folder is None:
@@ -106,33 +115,40 @@ class Disk(Transport):
     def publish(self, run: Run) -> None:
         if not run.comm.is_head or self._folder is None:
             return
-        plan = run.current_plan
-        self._write_metadata(plan, run)
         target = self.path / run.version
-        os.rename(self._folder, target)
-        self._folder = None
-        if self.fsync:
-            _sync(self.path)
+        self._reference = run.reference
+        with _explained(target):
+            self._write_metadata(run.current_plan, run)
+            os.rename(self._folder, target)
+            self._folder, self._published = None, target
+            if self.fsync:
+                _sync(self.path)
         run.folder = self._seen_by_engines(target)
-        self._prune()
+
+    def committed(self, version: str) -> None:
+        """Only now the older ones may go."""
+        if self._published is not None:
+            self._published = None
+            self._prune()
 
     def discard(self, run: Run) -> None:
+        """A version that was not committed goes again, so that the next attempt may have its name."""
         self._drop()
+        published, self._published = self._published, None
+        if published is not None:
+            shutil.rmtree(published, ignore_errors=True)
 
     def _write_metadata(self, plan: Plan, run: Run) -> None:
         assert self._folder is not None
+        if run.reference is not None:
+            for source in run.reference.iterdir():
+                text = source.suffix in (".json", ".txt", ".model", ".jinja")
+                if text and source.is_file() and "index" not in source.name:
+                    shutil.copyfile(source, self._folder / source.name)
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": self._index}
         manifest = {"version": run.version, "plan_hash": plan.hash, "tensors": len(self._index), "files": self._files}
         for name, content in (("model.safetensors.index.json", index), (MANIFEST, manifest)):
             (self._folder / name).write_text(json.dumps(content, indent=1))
-        if run.reference is not None:
-            for source in run.reference.iterdir():
-                if (
-                    source.is_file()
-                    and source.suffix in (".json", ".txt", ".model", ".jinja")
-                    and "index" not in source.name
-                ):
-                    shutil.copyfile(source, self._folder / source.name)
         if self.fsync:
             for file in self._folder.iterdir():
                 _sync(file)
@@ -146,8 +162,13 @@ class Disk(Transport):
         return text
 
     def _prune(self) -> None:
-        """Remove all but the newest `keep` published versions; folders without our manifest are not ours."""
+        """Remove all but the newest `keep` published versions, and what config and tokenizer are copied from.
+
+        Folders without our manifest are not ours.
+        """
         ours = [p for p in self.path.iterdir() if not p.name.startswith(".") and (p / MANIFEST).is_file()]
+        if self._reference is not None:
+            ours = [p for p in ours if not p.samefile(self._reference)]
         for old in sorted(ours, key=lambda p: p.stat().st_mtime_ns, reverse=True)[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -174,13 +195,22 @@ def header_of(layout: BucketLayout) -> bytes:
 
 
 def _write_file(path: Path, header: bytes, memory: torch.Tensor, fsync: bool) -> None:
+    with (
+        _explained(path),
+        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file,
+    ):
+        for part in (memoryview(header), memory.numpy().data):
+            while part:
+                part = part[file.write(part) :]
+        if fsync:
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Errors of the file system as TransportErrors that name the path and the setting."""
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
-            for part in (memoryview(header), memory.numpy().data):
-                while part:
-                    part = part[file.write(part) :]
-            if fsync:
-                os.fsync(file.fileno())
+        yield
     except OSError as error:
         hint = "; the disk is full" if error.errno == errno.ENOSPC else ""
         raise TransportError(f"cannot write {path}: {error.strerror}{hint}; see transport.path") from error
