@@ -81,14 +81,14 @@ class SglangEngine(Engine):
         )
 
     def pause(self, run: Run) -> None:
+        self.state.paused = True  # even if no answer comes: it may have heard
         self.admin.post("/pause_generation", "pause", self.timeouts.control, {"mode": self._pause})
-        self.state.paused = True
 
     def begin(self, run: Run) -> None:
-        self.state.begun = True
         self._session = False
         if run.transport.name == "disk":
-            return
+            return  # nothing reaches it before commit
+        self.state.begun = True
         for attempt in range(2):
             try:
                 self._succeed("/begin_weight_update", "begin", {"selector": "all"}, self.timeouts.control)
@@ -115,6 +115,7 @@ class SglangEngine(Engine):
 
     def commit(self, run: Run) -> None:
         if run.transport.name == "disk":
+            self.state.begun = True
             body = {
                 "model_path": run.folder,
                 "flush_cache": False,

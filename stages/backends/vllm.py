@@ -114,16 +114,16 @@ class VllmEngine(Engine):
         self.admin.post("/shutdown_weight_transfer_engine", "leave group", self.timeouts.control)
 
     def pause(self, run: Run) -> None:
+        self.state.paused = True  # even if no answer comes: it may have heard
         self.admin.post("/pause", "pause", self.timeouts.control, query={"mode": self._pause, "clear_cache": "true"})
-        self.state.paused = True
         answer = self.admin.get("/is_paused", "pause", self.timeouts.control)
         if expect_dict(self.admin, answer, "pause", "/is_paused").get("is_paused") is not True:
             raise self.fail("pause", "/pause answered 200 but /is_paused says false")
 
     def begin(self, run: Run) -> None:
-        self.state.begun = True
         if run.transport.name == "disk":
-            return
+            return  # nothing reaches it before commit
+        self.state.begun = True
         try:
             self.admin.post("/start_weight_update", "begin", self.timeouts.control)
         except EngineError as error:
@@ -157,6 +157,7 @@ class VllmEngine(Engine):
 
     def commit(self, run: Run) -> None:
         if run.transport.name == "disk":
+            self.state.begun = True
             body = {"method": "reload_weights", "kwargs": {"weights_path": run.folder}}
             self.admin.post("/collective_rpc", "commit", self.timeouts.put, body)
             self.admin.post("/update_weight_version", "commit", self.timeouts.control, {"new_version": run.version})
