@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from stages.backends.http import Http
-from stages.errors import CompositionError, EngineError
+from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment, TensorSpec
 from stages.run import Run, Timeouts, Wire
 from stages.transport.messages import GroupInit, SharedSlots
@@ -30,8 +31,15 @@ class Keys:
     @classmethod
     def from_environment(cls) -> Keys:
         """WEIGHTSTREAM_API_KEY and WEIGHTSTREAM_ADMIN_KEY; the second defaults to the first."""
-        api = os.environ.get("WEIGHTSTREAM_API_KEY") or None
-        return cls(api, os.environ.get("WEIGHTSTREAM_ADMIN_KEY") or api)
+        api = _key("WEIGHTSTREAM_API_KEY")
+        return cls(api, _key("WEIGHTSTREAM_ADMIN_KEY") or api)
+
+
+def _key(variable: str) -> str | None:
+    key = os.environ.get(variable) or None
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(f"{variable} holds a space, a line break or another character that no HTTP header can carry")
+    return key
 
 
 @dataclass(slots=True)

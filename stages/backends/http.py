@@ -19,6 +19,7 @@ class Http:
 
     def __init__(self, base: str, key: str | None, connect_timeout: float) -> None:
         self.base = base.rstrip("/")
+        self._key = key
         self._connect = connect_timeout
         self._session = requests.Session()
         self._session.trust_env = False  # proxy variables and .netrc never apply to engines
@@ -49,13 +50,13 @@ class Http:
     ) -> Any:
         """The parsed JSON answer, or its text where the engine answers text. None for an empty body."""
         response = self.raw(method, path, phase, timeout, body=body, query=query)
-        if not response.ok or response.is_redirect:
+        if not 200 <= response.status_code < 300:
             raise EngineError(
                 self.base,
                 phase,
-                f"{method} {path} answered {response.status_code}: {_words(response)}",
+                f"{method} {path} answered {response.status_code}: {self._clean(_words(response))}",
                 status=response.status_code,
-                body=response.text,
+                body=self._clean(response.text),
             )
         if not response.content:
             return None
@@ -67,9 +68,9 @@ class Http:
             raise EngineError(
                 self.base,
                 phase,
-                f"{method} {path} answered {response.status_code} with broken JSON: {_words(response)}",
+                f"{method} {path} answered {response.status_code} with broken JSON: {self._clean(_words(response))}",
                 status=response.status_code,
-                body=response.text,
+                body=self._clean(response.text),
             ) from error
 
     def raw(
@@ -106,6 +107,10 @@ class Http:
                         self.base, phase, f"{method} {path}: connection failed or dropped: {_cause(error)}"
                     ) from error
         raise AssertionError("unreachable")
+
+    def _clean(self, text: str) -> str:
+        """Without our key, should the answer repeat it."""
+        return text.replace(self._key, "***") if self._key else text
 
 
 def expect_dict(http: Http, answer: Any, phase: str, path: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from stages.backends.base import Backend, Engine, Keys
 from stages.backends.flattened import PayloadCache, encode, metadata_of, names_of
 from stages.backends.http import expect_dict
-from stages.errors import CompositionError, ConfigError, EngineError
+from stages.errors import CompositionError, ConfigError, EngineError, EngineUnreachable
 from stages.flow import Bucket, Shipment
 from stages.run import Run, Timeouts, Wire
 from stages.transport.messages import GroupInit, GroupMessage, IpcMessage
