@@ -127,7 +127,7 @@ def test_interrupted_at_any_moment_nothing_is_left(tmp_path: Path, moment: str, 
             time.sleep(0.05)
     else:
         log = tmp_path / "out" / "weightstream.log"
-        while "update 2 " not in (log.read_text() if log.is_file() else "") and time.monotonic() < deadline:
+        while "update 2:" not in (log.read_text() if log.is_file() else "") and time.monotonic() < deadline:
             time.sleep(0.05)
     command.interrupt(number)
     code = command.wait(60)
