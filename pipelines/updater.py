@@ -186,7 +186,8 @@ class WeightUpdater:
         run = self._run
         run.model = model
         self._asked = engines
-        run.version = version or str(sum(u.outcome == COMMITTED for u in self.report.updates) + 1)
+        # A failed update may have left its number on some engine: other weights never get it.
+        run.version = version or str(sum(u.outcome != REFUSED for u in self.report.updates) + 1)
         report = UpdateReport(run.version)
         self.report.updates.append(report)
         started = time.perf_counter()
