@@ -117,7 +117,7 @@ def sabotaged(rank: int, chain: str, where: str, failing: int) -> list[dict[str,
 def arm(updater: WeightUpdater, where: str) -> None:
     if where in ("probe", "pause", "begin", "put", "prepare engine", "commit", "verify", "resume"):
         engine: FakeEngine = engines_of(updater)[0]
-        engine.fail(where.removesuffix(" engine"), engine.refuse(where, CAUSE))
+        engine.script(where.removesuffix(" engine"), engine.refuse(where, CAUSE))
     elif where == "progress":
 
         def progress(done: int, total: int) -> None:

@@ -41,7 +41,7 @@ class FakeBackend(Backend):
 class FakeEngine(Engine):
     """One engine in this process.
 
-    `log` lists what was asked, `fail(phase, ...)` says what goes wrong at the next calls of a phase. It refuses what a strict
+    `log` lists what was asked, `script(phase, ...)` says what goes wrong at the next calls of a phase. It refuses what a strict
     engine would: a second begin, buckets outside of a session, generation while it is paused.
     """
 
@@ -57,16 +57,16 @@ class FakeEngine(Engine):
         self.groups: list[GroupInit] = []
         self.left: list[GroupInit] = []
         self._loading: dict[str, bytearray] = {}
-        self._script: dict[str, list[Action]] = {}
+        self._scripts: dict[str, list[Action]] = {}
         self._lock = threading.Lock()
 
     # -- what tests tell it --------------------------------------------------------------------------
-    def fail(self, phase: str, *actions: Action | None) -> None:  # type: ignore[override]
+    def script(self, phase: str, *actions: Action | None) -> None:
         """What the next calls of `phase` do: raise this, run this, or (None) succeed."""
-        self._script.setdefault(phase, []).extend(a if a is not None else (lambda: None) for a in actions)
+        self._scripts.setdefault(phase, []).extend(a if a is not None else (lambda: None) for a in actions)
 
     def refuse(self, phase: str, words: str = "no", **details: Any) -> Exception:
-        return Engine.fail(self, phase, words, **details)
+        return self.fail(phase, words, **details)
 
     def restart(self) -> None:
         """A new process at the old address, with the weights that are on disk."""
@@ -151,7 +151,7 @@ class FakeEngine(Engine):
     def _do(self, phase: str) -> None:
         with self._lock:
             self.log.append(phase)
-            script = self._script.get(phase)
+            script = self._scripts.get(phase)
             action = script.pop(0) if script else None
         if self.dead:
             raise EngineUnreachable(self.url, phase, "connection refused")

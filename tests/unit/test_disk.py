@@ -328,7 +328,7 @@ def test_publish_comes_before_the_engines_are_asked_to_load(updater: WeightUpdat
     """Waiting for results before publishing what they need hangs (areal-project/AReaL#443)."""
     folders = []
     for engine in engines_of(updater):
-        engine.fail("prepare", lambda: folders.append(updater._run.folder))
+        engine.script("prepare", lambda: folders.append(updater._run.folder))
     updater.update(Toy(1.0), "57")
     assert folders == [str(tmp_path / "57")] * 2
     assert (tmp_path / "57" / MANIFEST).exists()
@@ -341,16 +341,14 @@ def test_no_process_group_is_made(updater: WeightUpdater) -> None:
         assert not {"join", "leave", "attach"} & set(engine.log)
 
 
-def test_a_commit_that_fails_leaves_the_version_free_for_the_next_attempt(
-    updater: WeightUpdater, tmp_path: Path
-) -> None:
+def test_a_version_whose_commit_fails_is_gone_and_its_name_free(updater: WeightUpdater, tmp_path: Path) -> None:
     updater.update(Toy(1.0))
     engine: FakeEngine = engines_of(updater)[1]
-    engine.fail("commit", engine.refuse("commit", "cannot load"))
+    engine.script("commit", engine.refuse("commit", "cannot load"))
     with pytest.raises(UpdateFailed, match="cannot load"):
         updater.update(Toy(2.0))
     assert visible(tmp_path) == ["1"]
-    assert updater.update(Toy(3.0)).version == "2"
+    updater.update(Toy(3.0), "2")
     assert visible(tmp_path) == ["1", "2"]
 
 
@@ -358,7 +356,7 @@ def test_a_retry_within_one_update_writes_the_same_version_again(tmp_path: Path)
     transport = {"_target_": "stages.transport.disk.Disk", "path": str(tmp_path)}
     with updater_for(transport=transport, wire="folder", retries=1) as updater:
         (engine,) = engines_of(updater)
-        engine.fail("commit", engine.refuse("commit", "not now"))
+        engine.script("commit", engine.refuse("commit", "not now"))
         report = updater.update(Toy(1.0), "9")
         assert (report.outcome, report.attempts) == ("committed", 2)
     assert visible(tmp_path) == ["9"]

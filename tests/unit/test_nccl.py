@@ -209,7 +209,7 @@ def test_an_engine_that_cannot_leave_does_not_keep_us_from_closing(peers: list[P
     """A group that leaks because its destruction failed once (InternLM/lmdeploy#4638)."""
     trainer = Trainer(*peers)
     trainer.prepare()
-    peers[0].fail("leave", peers[0].refuse("leave group", "cannot"))
+    peers[0].script("leave", peers[0].refuse("leave group", "cannot"))
     trainer.nccl.close()
     assert peers[1].left
 
@@ -219,7 +219,7 @@ def test_an_engine_that_cannot_leave_does_not_keep_us_from_closing(peers: list[P
 
 def test_an_engine_that_refuses_to_join_is_heard_at_once(peers: list[Peer]) -> None:
     trainer = Trainer(*peers, group=15.0)
-    peers[1].fail("join", peers[1].refuse("join", "group already initialized", status=400))
+    peers[1].script("join", peers[1].refuse("join", "group already initialized", status=400))
     started = time.monotonic()
     with pytest.raises(Exception, match="http://b:1: join: group already initialized"):
         trainer.prepare()
@@ -229,7 +229,7 @@ def test_an_engine_that_refuses_to_join_is_heard_at_once(peers: list[Peer]) -> N
 
 def test_the_next_attempt_after_a_refusal_is_a_new_generation_and_waits_for_nothing(peers: list[Peer]) -> None:
     trainer = Trainer(*peers, group=30.0)
-    peers[1].fail("join", peers[1].refuse("join", "group already initialized"))
+    peers[1].script("join", peers[1].refuse("join", "group already initialized"))
     with pytest.raises(EngineError, match="already initialized"):
         trainer.prepare()
     started = time.monotonic()
@@ -241,7 +241,7 @@ def test_the_next_attempt_after_a_refusal_is_a_new_generation_and_waits_for_noth
 
 def test_an_engine_that_never_joins_is_bounded() -> None:
     silent = FakeEngine("http://a:1")
-    silent.fail("join", lambda: time.sleep(30.0))
+    silent.script("join", lambda: time.sleep(30.0))
     trainer = Trainer(silent, group=0.5, connect=0.2)
     with pytest.raises(TransportError, match="could not join|did not form"):
         trainer.prepare()
@@ -284,7 +284,7 @@ def test_a_refusal_in_the_middle_is_heard_and_the_next_update_meets_in_a_new_gro
     model = Toy()
     updater.update(model.fill(1.0))
     a, b = engines_of(updater)
-    b.fail("put", None, b.refuse("put", "unknown name", status=400))
+    b.script("put", None, b.refuse("put", "unknown name", status=400))
     with pytest.raises(UpdateFailed, match="unknown name"):
         updater.update(model.fill(2.0))
     assert set(updater.tainted) == {a.url, b.url}

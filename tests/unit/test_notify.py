@@ -68,13 +68,13 @@ def test_every_engine_gets_every_bucket(ends: Ends) -> None:
 def test_all_engines_are_asked_at_once(ends: Ends) -> None:
     meeting = threading.Barrier(2, timeout=20.0)
     for engine in ends.engines:
-        engine.fail("put", meeting.wait)
+        engine.script("put", meeting.wait)
     _, deliveries = ends.one()
     assert [d.error for d in deliveries] == [None, None]
 
 
 def test_a_slot_is_released_once_all_have_answered(ends: Ends) -> None:
-    ends.engines[1].fail("put", lambda: time.sleep(0.1))
+    ends.engines[1].script("put", lambda: time.sleep(0.1))
     seen: list[list[int]] = []
     for delivery in ends.stage(iter([next(ends.shipments())]), ends.run):
         seen.append([*ends.released])
@@ -85,7 +85,7 @@ def test_a_slot_is_released_once_all_have_answered(ends: Ends) -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_failure_is_recorded_not_raised(ends: Ends, who: int) -> None:
-    ends.engines[who].fail("put", ends.engines[who].refuse("put", "wrong shape"))
+    ends.engines[who].script("put", ends.engines[who].refuse("put", "wrong shape"))
     shipment, deliveries = ends.one()
     assert "wrong shape" in str(shipment.failure)
     assert [d.error is None for d in deliveries] == [i != who for i in range(2)]
@@ -93,7 +93,7 @@ def test_a_failure_is_recorded_not_raised(ends: Ends, who: int) -> None:
 
 
 def test_an_unforeseen_error_is_recorded_too(ends: Ends) -> None:
-    ends.engines[0].fail("put", KeyError("adapter bug"))
+    ends.engines[0].script("put", KeyError("adapter bug"))
     shipment, _ = ends.one()
     assert isinstance(shipment.failure, KeyError)
 
@@ -114,7 +114,7 @@ def test_progress_counts_delivered_buckets_only(ends: Ends) -> None:
     ends.run.progress = seen.append
     list(ends.stage(ends.shipments(), ends.run))
     assert seen == [64, 64, 64]
-    ends.engines[0].fail("put", ends.engines[0].refuse("put"))
+    ends.engines[0].script("put", ends.engines[0].refuse("put"))
     ends.one()
     assert seen == [64, 64, 64]
 
@@ -157,7 +157,7 @@ def join(collective: Collective) -> Callable[[], Any]:
 def test_bytes_move_while_the_engines_are_told() -> None:
     ends, collective = with_collective()
     for engine in ends.engines:
-        engine.fail("put", join(collective))
+        engine.script("put", join(collective))
     shipment, deliveries = ends.one()
     assert shipment.failure is None
     assert collective.sent == 1
@@ -168,8 +168,8 @@ def test_bytes_move_while_the_engines_are_told() -> None:
 def test_a_refusal_is_noticed_while_the_broadcast_waits_for_the_one_that_will_not_come() -> None:
     ends, collective = with_collective()
     refusing, stuck = ends.engines
-    refusing.fail("put", refusing.refuse("put", "unknown group", status=400))
-    stuck.fail("put", join(collective))
+    refusing.script("put", refusing.refuse("put", "unknown group", status=400))
+    stuck.script("put", join(collective))
     started = time.monotonic()
     shipment, deliveries = ends.one()
     assert time.monotonic() - started < 15.0, "it waited for the timeout of the broadcast"
@@ -192,7 +192,7 @@ def test_an_engines_own_words_count_more_than_the_broadcast_error_they_cause() -
         time.sleep(0.2)
         raise EngineUnreachable(engine.url, "put", "connection dropped")
 
-    engine.fail("put", die)
+    engine.script("put", die)
     shipment, _ = ends.one()
     assert isinstance(shipment.failure, EngineUnreachable)
     ends.stage.close()
@@ -210,7 +210,7 @@ def test_a_broadcast_that_fails_alone_is_the_cause() -> None:
 
 def test_nobody_answering_is_bounded_and_names_the_setting() -> None:
     ends, collective = with_collective(1, put=0.2, connect=0.1)
-    ends.engines[0].fail("put", lambda: collective.barrier.wait(20.0) and time.sleep(3.0))
+    ends.engines[0].script("put", lambda: collective.barrier.wait(20.0) and time.sleep(3.0))
     collective.barrier = threading.Barrier(5)
     shipment, deliveries = ends.one()
     assert isinstance(shipment.failure, WaitTimeout)
@@ -225,14 +225,14 @@ def test_requests_that_hang_on_do_not_starve_the_next_update() -> None:
     ends, collective = with_collective(2)
     release = threading.Event()
     refusing, stuck = ends.engines
-    refusing.fail("put", refusing.refuse("put", "no"))
-    stuck.fail("put", lambda: release.wait(20.0))
+    refusing.script("put", refusing.refuse("put", "no"))
+    stuck.script("put", lambda: release.wait(20.0))
     ends.one()  # leaves a request and the broadcast behind
     ends.send = None
     ends.stage.prepare(ends.run)
     meeting = threading.Barrier(2, timeout=20.0)
     for engine in ends.engines:
-        engine.fail("put", meeting.wait)
+        engine.script("put", meeting.wait)
     shipment, _ = ends.one()
     assert shipment.failure is None
     release.set()
@@ -242,7 +242,7 @@ def test_requests_that_hang_on_do_not_starve_the_next_update() -> None:
 
 def test_time_goes_to_the_wire_or_to_applying() -> None:
     ends = Ends(1, lambda: time.sleep(0.02))
-    ends.engines[0].fail("put", lambda: time.sleep(0.06))
+    ends.engines[0].script("put", lambda: time.sleep(0.06))
     ends.one()
     assert ends.run.clock.seconds["wire"] >= 0.02
     assert ends.run.clock.seconds["apply"] >= 0.02
@@ -257,7 +257,7 @@ def test_more_engines_than_before_get_more_workers(ends: Ends) -> None:
     ends.stage.prepare(ends.run)
     meeting = threading.Barrier(6, timeout=20.0)
     for engine in ends.engines:
-        engine.fail("put", meeting.wait)
+        engine.script("put", meeting.wait)
     shipment, deliveries = ends.one()
     assert shipment.failure is None
     assert len(deliveries) == 6
@@ -270,7 +270,7 @@ def test_closing_twice_or_before_opening_is_fine() -> None:
 
 
 def test_errors_carry_the_engine_and_the_phase(ends: Ends) -> None:
-    ends.engines[1].fail("put", ends.engines[1].refuse("put", "out of memory"))
+    ends.engines[1].script("put", ends.engines[1].refuse("put", "out of memory"))
     shipment, _ = ends.one()
     assert isinstance(shipment.failure, EngineError)
     assert str(shipment.failure) == "http://engine1:1: put: out of memory"
