@@ -22,7 +22,7 @@ class Learned:
 
 
 def learn(server: EngineServer, folder: Path) -> Learned | None:
-    """Load by the stock route and look; None where nothing is to be learned by it. The engine has these weights then."""
+    """Load by the stock route and look; None where nothing is to be learned by it. It has these weights then."""
     if server.name == "lmdeploy" or (server.name == "vllm" and _config(folder)["tie_word_embeddings"]):
         # LMDeploy tells its parameters. A stock reload of a tied checkpoint leaves vLLM's old head in place on CPU.
         return None

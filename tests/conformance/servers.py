@@ -31,7 +31,7 @@ READY_TIMEOUT = 300.0  # vLLM has been seen to take 110 s on busy cores
 SHM = Path("/dev/shm")
 OWN_SEGMENTS = ("psm_", "sem.mp-", "sgl")  # how engines name theirs; a trainer's shared memory is never touched
 MARK = "WEIGHTSTREAM_TEST_SERVER"
-# Ends the process group given as argument once our end of its stdin closes: an engine must not outlive a killed test run.
+# Ends the given process group once our end of its stdin closes: an engine must not outlive a killed test run.
 GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 
 
