@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,7 @@ class WeightUpdater:
         self._planned: tuple[object, ...] | None = None
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
         self._background: ThreadPoolExecutor | None = None
+        self._updating = threading.Lock()
         self.on_progress: Progress | None = None
 
     @classmethod
@@ -181,6 +183,10 @@ class WeightUpdater:
         `version` defaults to a running number. Collective over all trainer ranks. Returns a report whose outcome is committed;
         raises UpdateFailed (with the report), or ConfigError, PreflightError and the like when nothing was touched.
         """
+        with self._updating:
+            return self._update(model, version, engines)
+
+    def _update(self, model: Any, version: str | None, engines: Sequence[str] | None) -> UpdateReport:
         if not self._opened:
             raise ConfigError("the updater is not open; use it in a with block, or call open() first")
         run = self._run

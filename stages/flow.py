@@ -251,7 +251,7 @@ class Delivery:
     engine: str
     seq: int
     seconds: float
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -267,4 +267,4 @@ class Shipment:
     message: Any
     send: Callable[[], None] | None = None
     deliveries: list[Delivery] = field(default_factory=list)
-    failure: Exception | None = None
+    failure: BaseException | None = None

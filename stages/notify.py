@@ -47,11 +47,7 @@ class NotifyEngines(Stage):
             if error is None and not future.done():
                 engine.state.needs_restart = True
                 error = WaitTimeout(f"{engine.url}: put: still waiting for a broadcast that was given up; restart it")
-            shipment.deliveries.append(
-                Delivery(
-                    engine.url, shipment.bucket.layout.seq, seconds, error if isinstance(error, Exception) else None
-                )
-            )
+            shipment.deliveries.append(Delivery(engine.url, shipment.bucket.layout.seq, seconds, error))
         shipment.failure = failure
         elapsed = time.perf_counter() - began
         wire = sent.result() if sent is not None and sent.done() and sent.exception() is None else 0.0
@@ -74,11 +70,11 @@ def _timed_send(shipment: Shipment) -> float:
     return time.perf_counter() - start
 
 
-def _watch(asked: set[Future[float]], sent: Future[float] | None, run: Run) -> Exception | None:
+def _watch(asked: set[Future[float]], sent: Future[float] | None, run: Run) -> BaseException | None:
     """Wait for all answers and the sending; give up at the first refusal. Returns the root cause, or None."""
     pending: set[Future[float]] = asked | ({sent} if sent is not None else set())
     deadline = time.monotonic() + run.timeouts.put + run.timeouts.connect
-    failure: Exception | None = None
+    failure: BaseException | None = None
     while pending:
         done, pending = wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
         if not done:
@@ -93,11 +89,11 @@ def _watch(asked: set[Future[float]], sent: Future[float] | None, run: Run) -> E
     return failure
 
 
-def _cause(known: Exception | None, done: set[Future[float]]) -> Exception | None:
+def _cause(known: BaseException | None, done: set[Future[float]]) -> BaseException | None:
     """The failure to report: the first one, but an engine's own words before what they caused."""
     for future in done:
         error = future.exception()
         says_more = known is None or (isinstance(error, EngineError) and not isinstance(known, EngineError))
-        if isinstance(error, Exception) and says_more:
+        if error is not None and says_more:
             known = error
     return known
