@@ -66,7 +66,7 @@ class GatherParams(Stage):
         if self._streaming:
             self._break()
         self._source = source_of(run.model)
-        self._described = self._source.describe(run.comm.rank)
+        self._described = self._source.describe(run.comm.rank, run.expected)
         whole_group = self._agree(run)
         if not self._layout.leaves:
             raise ConfigError("the model has no tensors to send")
@@ -174,6 +174,8 @@ def source_of(model: object) -> Source:
     """What `update()` was given, as something to read. Raises ConfigError for anything else."""
     if isinstance(model, torch.nn.Module):
         return ModuleSource(model)
+    if isinstance(model, list | tuple) and model and all(isinstance(m, torch.nn.Module) for m in model):
+        return ModuleSource(*model)
     if isinstance(model, str | Path):
         return FolderSource(Checkpoint(model))
     if isinstance(model, Checkpoint):

@@ -70,7 +70,7 @@ def _adapters(name: str, layer: Any) -> Adapters:
 def _oddity(layer: Any, active: Iterable[str]) -> str | None:
     """Why a layer is no plain LoRA of a linear layer."""
     base = layer.get_base_layer()
-    weight = getattr(base, "weight", None)
+    weight: Any = getattr(base, "weight", None)
     linear = isinstance(weight, torch.Tensor) and weight.dim() == 2 and hasattr(layer, "in_features")
     if len(getattr(layer, "lora_embedding_A", ())):
         return "LoRA of an embedding"

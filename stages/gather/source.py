@@ -8,16 +8,23 @@ from typing import Protocol
 
 import torch
 
+from stages.errors import ConfigError
+from stages.flow import TensorSpec
 from stages.gather.checkpoint import Checkpoint, CheckpointReader
 from stages.gather.exchange import own_shares
 from stages.gather.layout import Description, Leaf, Part, Stored, whole
+from stages.gather.megatron import describe_megatron, models_in
 from stages.gather.module import describe
+
+Expected = Mapping[str, TensorSpec] | None
 
 
 class Source(Protocol):
     """Something to read. Its tensors can be read inside a `with` block only."""
 
-    def describe(self, rank: int = 0) -> Description: ...
+    def describe(self, rank: int = 0, expected: Expected = None) -> Description:
+        """What this rank has. `expected` is what the engines' checkpoint holds, where known."""
+        ...
 
     def shares(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's own share of each HF tensor, without asking other ranks."""
@@ -29,13 +36,18 @@ class Source(Protocol):
 
 
 class ModuleSource:
-    """A torch module, sharded or not."""
+    """A torch module, sharded or not; or the chunks of a Megatron model."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self._modules = modules
 
-    def describe(self, rank: int = 0) -> Description:
-        return describe(self._module, rank)
+    def describe(self, rank: int = 0, expected: Expected = None) -> Description:
+        chunks = [model for module in self._modules for model in models_in(module)]
+        if chunks:
+            return describe_megatron(chunks, rank, expected)
+        if len(self._modules) > 1:
+            raise ConfigError("update() takes several modules only where they are the chunks of a Megatron GPT model")
+        return describe(self._modules[0], rank)
 
     def shares(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         return own_shares(self.describe(rank), rank)
@@ -55,7 +67,7 @@ class FolderSource:
         self._reader: CheckpointReader = checkpoint.reader()
         self._stack = ExitStack()
 
-    def describe(self, rank: int = 0) -> Description:
+    def describe(self, rank: int = 0, expected: Expected = None) -> Description:
         made = Description(tensors=_Files(self._checkpoint, self._reader))
         for s in self._checkpoint.specs.values():
             made.stored[s.name] = Stored(s.name, s.dtype, s.shape)
