@@ -17,7 +17,7 @@ import torch
 
 from stages.backends.base import Engine
 from stages.errors import ConfigError, TransportError
-from stages.flow import Bucket, Shipment
+from stages.flow import Bucket, Shipment, dtype_name
 from stages.run import Run
 from stages.threads import start
 from stages.transport.base import Transport
@@ -26,6 +26,17 @@ from stages.transport.messages import GroupInit, GroupMessage
 
 Group = BroadcastGroup | NcclIdGroup
 _LEAVE_SECONDS = 10.0
+_GLOO_DTYPES = (  # seen in torch 2.13
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @dataclass(slots=True)
@@ -81,6 +92,7 @@ class Nccl(Transport):
     def prepare(self, run: Run) -> None:
         if not run.comm.is_head:
             return
+        _refuse_what_gloo_lacks(run)
         wanted = [tuple(run.engines)] if self.groups == "one" else [(e,) for e in run.engines]
         for live in [x for x in self._live if x.engines not in wanted or not x.fits(run)]:
             self._live.remove(live)
@@ -153,6 +165,18 @@ class Nccl(Transport):
         leaving: list[Future[None]] = [start(partial(e.leave_group, live.inits[e.url]), "group") for e in live.engines]
         leaving.append(start(live.group.destroy, "group"))
         wait(leaving, timeout=_LEAVE_SECONDS)
+
+
+def _refuse_what_gloo_lacks(run: Run) -> None:
+    """Where buckets travel in the dtype of their tensors, gloo must know it; else the engines fail in the broadcast."""
+    if run.wire.mixed or run.device.type == "cuda":
+        return  # as bytes, or by NCCL
+    lacking = sorted({dtype_name(t.dtype) for t in run.current_plan.tensors if t.dtype not in _GLOO_DTYPES})
+    if lacking:
+        raise ConfigError(
+            f"transport=nccl on CPU: {run.backend.name} receives tensors in their own dtype, and gloo cannot broadcast "
+            f"{', '.join(lacking)}; use transport=ipc"
+        )
 
 
 def _broadcast_all(groups: list[Group], memory: torch.Tensor) -> None:
