@@ -17,25 +17,31 @@ from . import provision
 from .checkpoints import CheckpointCache
 from .served import Served
 from .servers import EngineServer
+from .support import RESULTS, Results
 
 FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RESULTS] = Results()
     config.addinivalue_line(
         "markers", "support: a cell of the support table; its parameters are `server` and `transport`"
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = {name for name in str(config.getoption("--engines")).split(",") if name}
     if unknown := wanted - set(provision.ENGINES):
         known = ", ".join(provision.ENGINES)
         raise pytest.UsageError(f"--engines: unknown {sorted(unknown)}, expected some of {known}")
+    items.sort(key=lambda item: item.path.name == "test_support.py")  # it looks back on all others
     for item in items:
         served = _served(item)
         if served is None:
             continue
+        if item.get_closest_marker("support"):
+            config.stash[RESULTS].cells[item.nodeid] = served, item.callspec.params["transport"]  # type: ignore[attr-defined]
         item.add_marker(pytest.mark.timeout(900))  # the first test of an engine may install and start it
         if not config.getoption("--real-engines"):
             item.add_marker(pytest.mark.skip(reason="needs --real-engines"))
@@ -60,6 +66,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed:
         item.stash[FAILED] = True
+    results = item.config.stash[RESULTS]
+    if item.nodeid in results.cells and (report.when == "call" or report.failed):
+        results.passed[item.nodeid] = report.passed and results.passed.get(item.nodeid, True)
     return report
 
 

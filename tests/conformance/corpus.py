@@ -108,7 +108,7 @@ class Payloads:
         return base64.b64encode(pickle.dumps([("x", os.getcwd)])).decode()
 
     def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
-        shared = tensor.clone().share_memory_()
+        shared: torch.Tensor = tensor.clone().share_memory_()
         self._alive.append(shared)
         return shared
 

@@ -154,6 +154,8 @@ def _lmdeploy_param(name: str, state: dict[str, torch.Tensor], rank: int, tp: in
     if leaf in _FUSED:
         parts = (state[f"{parent}.{part}.{kind}"] for part in _FUSED[leaf])
         return torch.cat([part.chunk(tp, dim=0)[rank] for part in parts])
+    if name == "lm_head.weight" and name not in state:
+        name = "model.embed_tokens.weight"  # tied
     return state[name].chunk(tp, dim=1)[rank] if leaf in _BY_COLUMNS else state[name]
 
 

@@ -10,6 +10,7 @@ from .checkpoints import Recipe
 
 FP32 = Recipe(dtype="float32")  # what transformers can be compared with to many digits
 PLUGIN = ("--weight-transfer-config", '{"backend": "weightstream"}')  # vLLM with our receiver in its workers
+READ, CONTROL = "key-for-reading", "key-for-control"
 
 
 @dataclass(frozen=True)

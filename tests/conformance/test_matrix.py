@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,9 @@ import pytest
 from . import probes
 from .checkpoints import CheckpointCache, Recipe
 from .proofs import assert_serves, fill_prefix_cache, learn
-from .served import FP32, PLUGIN, Served, serve
-from .servers import SHM, EngineServer
-from .updates import updater
+from .served import FP32, PLUGIN, Served
+from .servers import EngineServer
+from .updates import segments, updater
 
 HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()  # vLLM's fp8 kernels for CPU are AMX
 
@@ -23,26 +23,37 @@ SGLANG = (
     Served("sglang", Recipe("qwen3_moe")),
     Served("sglang", Recipe(fp8=True)),
 )
-VLLM = (
+VLLM = (  # MoE: reloading the very weights that it serves changes what vLLM 0.32.0 says on CPU
     Served("vllm", FP32, extra=PLUGIN),
     Served("vllm", FP32, tp=2, extra=PLUGIN),
     Served("vllm", replace(FP32, arch="llama", tied=True), extra=PLUGIN),
-    *((Served("vllm", Recipe(fp8=True), extra=PLUGIN),) if HAS_AMX else ()),
+    Served("vllm", Recipe(fp8=True), extra=PLUGIN),
 )
 LMDEPLOY = (
     Served("lmdeploy"),
     Served("lmdeploy", tp=2),
     Served("lmdeploy", Recipe("qwen3_moe")),
     Served("lmdeploy", Recipe("qwen3_moe"), tp=2),
-    Served("lmdeploy", Recipe(fp8=True), tp=2),
     Served("lmdeploy", Recipe("llama", tied=True)),
+    Served("lmdeploy", Recipe(fp8=True), tp=2),
 )
+
+
+def cells() -> Iterator[object]:
+    for served in (*SGLANG, *VLLM, *LMDEPLOY):
+        for transport in ("ipc", "nccl", "disk"):
+            if served.name == "lmdeploy" and (transport == "disk" or (transport == "nccl" and served.recipe.fp8)):
+                continue  # refused; see test_traps.py
+            needs_amx = served.name == "vllm" and served.recipe.fp8
+            marks = [pytest.mark.skipif(needs_amx and not HAS_AMX, reason="vLLM's fp8 on CPU needs AMX")]
+            yield pytest.param(served, transport, marks=marks, id=f"{transport}-{served}")
 
 
 def exercise(
     server: EngineServer, served: Recipe, transport: str, checkpoints: CheckpointCache, workspace: Path
 ) -> None:
     """Two updates by one updater, each proved; nothing left behind."""
+    ours = segments()
     folders = [checkpoints(replace(served, seed=seed)) for seed in (1, 0)]
     learned = {folder: learn(server, folder) for folder in folders}
     with updater(server, transport, workspace, "bucket.capacity=256KiB") as weights:
@@ -55,22 +66,12 @@ def exercise(
             if server.name != "lmdeploy":
                 assert probes.version_of(server) == f"{transport}-{number}"
     assert server.ready()
-    assert not [name for name in os.listdir(SHM) if name.startswith(f"torch_{os.getpid()}_")]
+    assert segments() <= ours
 
 
 @pytest.mark.support
-@serve(*SGLANG, *VLLM)
-@pytest.mark.parametrize("transport", ["ipc", "nccl", "disk"])
+@pytest.mark.parametrize(("server", "transport"), cells(), indirect=["server"])
 def test_update(
-    server: EngineServer, transport: str, served: Served, checkpoints: CheckpointCache, tmp_path: Path
-) -> None:
-    exercise(server, served.recipe, transport, checkpoints, tmp_path)
-
-
-@pytest.mark.support
-@serve(*LMDEPLOY)
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
-def test_update_of_lmdeploy(
     server: EngineServer, transport: str, served: Served, checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     exercise(server, served.recipe, transport, checkpoints, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import replace
@@ -15,8 +14,8 @@ from stages.errors import UpdateFailed
 from .checkpoints import CheckpointCache
 from .proofs import assert_serves, learn
 from .served import FP32, PLUGIN, Served, serve
-from .servers import SHM, EngineServer
-from .updates import updater
+from .servers import EngineServer
+from .updates import segments, updater
 
 ENGINES = (Served("sglang", FP32), Served("vllm", FP32, extra=PLUGIN), Served("lmdeploy", tp=2))
 IMPATIENT = ("session.timeouts.put=20", "session.timeouts.group=20", "session.timeouts.control=20")
@@ -28,6 +27,7 @@ NOTICED_WITHIN = 60.0  # seconds; a dead peer is mostly seen at once, a hung col
 def test_killed_between_two_updates_and_in_the_middle_of_the_next(
     server: EngineServer, served: Served, transport: str, checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
+    ours = segments()
     first, second = (checkpoints(replace(served.recipe, seed=seed)) for seed in (1, 2))
     learned = {folder: learn(server, folder) for folder in (first, second)}
     with updater(server, transport, tmp_path, "bucket.capacity=64KiB", *IMPATIENT) as weights:
@@ -53,7 +53,7 @@ def test_killed_between_two_updates_and_in_the_middle_of_the_next(
         assert weights.update(first)
         assert not weights.tainted
         assert_serves(server, first, learned[first])
-    assert not [name for name in os.listdir(SHM) if name.startswith(f"torch_{os.getpid()}_")]
+    assert segments() <= ours
 
 
 @serve(Served("sglang", FP32), Served("lmdeploy", tp=2))

@@ -12,7 +12,7 @@ import pytest
 from pipelines import WeightUpdater
 
 from .provision import PROJECT
-from .servers import EngineServer
+from .servers import SHM, EngineServer
 
 COMMAND_TIMEOUT = 240.0
 
@@ -27,6 +27,11 @@ def overrides(server: EngineServer, transport: str, workspace: Path, *more: str)
 def updater(server: EngineServer, transport: str, workspace: Path, *more: str) -> WeightUpdater:
     """Not open yet; use it in a `with` block."""
     return WeightUpdater.from_config(overrides(server, transport, workspace, *more))
+
+
+def segments() -> set[str]:
+    """Shared memory that this process made through torch, as every transport of ours does."""
+    return {name for name in os.listdir(SHM) if name.startswith(f"torch_{os.getpid()}_")}
 
 
 def give_keys(server: EngineServer, environment: pytest.MonkeyPatch) -> None:
