@@ -279,3 +279,17 @@ def test_two_ranks_bit_equal(world: World) -> None:
 
 def test_four_ranks_bit_equal(world: World) -> None:
     assert world.run(4, check_all, FOUR, [(0,), (1, 3)]) == [{}] * 4
+
+
+def check_cast(rank: int) -> list[str]:
+    """float32 shares travel as bfloat16 already; the router's correction bias does not."""
+    stage, run = GatherParams(dtype="bfloat16", batch=BATCH), rank_run((0,))
+    model, want = experts(2)
+    want = {n: t if "correction_bias" in n else t.bfloat16() for n, t in want.items()}
+    wrong = differences(collect(stage, model, run), want if rank == 0 else {})
+    stage.close()
+    return wrong
+
+
+def test_shares_are_cast_before_they_travel(world: World) -> None:
+    assert world.run(2, check_cast) == [[], []]
