@@ -215,13 +215,21 @@ class VllmEngine(Engine):
         try:
             self.admin.post("/init_weight_transfer_engine", "join", timeout, {"init_info": info})
         except EngineError as error:
-            raise self.fail("join", f"{error}{_hint(error)}", status=error.status, body=error.body) from error
+            self._explain(error)
+            raise
+
+    def _explain(self, error: EngineError) -> None:
+        """Raise it with what to do about it, where we know."""
+        if hint := _hint(error):
+            words = str(error).removeprefix(f"{error.engine}: {error.phase}: ")
+            raise self.fail(error.phase, words + hint, status=error.status, body=error.body) from error
 
     def _version(self, phase: str) -> str | None:
         try:
             answer = self.admin.get("/weight_info", phase, self.timeouts.control)
         except EngineError as error:
-            raise self.fail(phase, f"{error}{_hint(error)}", status=error.status, body=error.body) from error
+            self._explain(error)
+            raise
         return expect_dict(self.admin, answer, phase, "/weight_info").get("weight_version")
 
 
@@ -266,7 +274,8 @@ class NativeVllmEngine(VllmEngine):
             self.admin.post("/update_weights", "put", self.timeouts.put, {"update_info": info})
         except EngineError as error:
             self._started = False
-            raise self.fail("put", f"{error}{_hint(error)}", status=error.status, body=error.body) from error
+            self._explain(error)
+            raise
 
     def verify(self, run: Run) -> str:
         super().verify(run)
