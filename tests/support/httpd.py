@@ -45,7 +45,7 @@ Reply = Answer | Callable[[Asked], Answer]
 class Server:
     """`answers` maps paths to what they answer: one answer for ever, or a list of which each is used once, the last kept."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.asked: list[Asked] = []
         self.answers: dict[str, Reply | list[Reply]] = {}
         self._lock = threading.Lock()
@@ -53,6 +53,8 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+            wbufsize = -1  # head and body in one packet
 
             def do_GET(self) -> None:
                 outer._handle(self)
@@ -65,11 +67,12 @@ class Server:
         class Bound(ThreadingHTTPServer):
             address_family = AF_INET6 if ":" in host else AF_INET
             daemon_threads = True
+            allow_reuse_address = True
 
             def handle_error(self, *args: Any) -> None:
                 pass
 
-        self._server = Bound((host, 0), Handler)
+        self._server = Bound((host, port), Handler)
         self.port = self._server.server_port
         self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -122,6 +125,7 @@ def _send(request: BaseHTTPRequestHandler, answer: Answer) -> None:
         request.send_header(name, value)
     request.end_headers()
     request.wfile.write(content)
+    request.wfile.flush()
 
 
 @pytest.fixture

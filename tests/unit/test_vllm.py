@@ -13,116 +13,17 @@ from support.chains import raw
 from support.fakes import Toy
 from support.httpd import Answer, Asked, Server
 from support.httpd import server as server
+from support.vllm_like import VllmLike, no
 
 from pipelines.updater import WeightUpdater
 from stages.backends.vllm import Vllm
 from stages.errors import CompositionError, ConfigError, EngineError, UpdateFailed
-from stages.flow import TensorSpec
-from stages.receiver import ABORT_SEQ, Receiver
-
-
-class Engine:
-    """vLLM 0.32 as far as updates go, with our plug-in: an error in update_weights ends the session."""
-
-    def __init__(self, server: Server, world: int = 1) -> None:
-        self.server = server
-        self.version = "default"
-        self.active = self.paused = False
-        self.receiver = Receiver(0)
-        self.weights: dict[str, bytes] = {}
-        self.loading: dict[str, bytes] = {}
-        self.routes: dict[str, Any] = {
-            "/health": Answer(200),
-            "/v1/models": Answer(200, {"data": [{"id": "m", "root": "/nowhere"}]}),
-            "/get_world_size": Answer(200, {"world_size": world}),
-            "/weight_info": lambda a: Answer(200, {"weight_version": self.version}),
-            "/init_weight_transfer_engine": self.init,
-            "/shutdown_weight_transfer_engine": self.shutdown,
-            "/pause": self.pause,
-            "/is_paused": lambda a: Answer(200, {"is_paused": self.paused}),
-            "/resume": self.resume,
-            "/start_weight_update": self.start,
-            "/update_weights": self.update,
-            "/finish_weight_update": self.finish,
-            "/collective_rpc": self.collective,
-            "/update_weight_version": self.label,
-        }
-        server.answers = dict(self.routes)
-
-    def init(self, asked: Asked) -> Answer:
-        try:
-            self.receiver.init(asked.body["init_info"])
-        except Exception as error:
-            return no(str(error))
-        return Answer(200, {"message": "Weight transfer initialized"})
-
-    def shutdown(self, asked: Asked) -> Answer:
-        self.receiver.shutdown()
-        return Answer(200, {"message": "Weight transfer shut down"})
-
-    def pause(self, asked: Asked) -> Answer:
-        self.paused = True
-        return Answer(200, {"status": "paused"})
-
-    def resume(self, asked: Asked) -> Answer:
-        assert not self.active, "a forward pass between start and finish ends the engine"
-        self.paused = False
-        return Answer(200, {"status": "resumed"})
-
-    def start(self, asked: Asked) -> Answer:
-        if self.active:
-            return no("Weight update already active: start_weight_update was called twice")
-        assert self.paused
-        self.receiver.start()
-        self.active, self.loading = True, {}
-        return Answer(200, {"message": "Weight update started"})
-
-    def update(self, asked: Asked) -> Answer:
-        if not self.active:
-            return no("update_weights without start_weight_update")
-        try:
-            self.receiver.receive(asked.body["update_info"], self.sink)
-        except Exception as error:
-            self.active = False
-            return no(f"Call to collective_rpc method failed: {error}")
-        return Answer(200, {"message": "Weights updated"})
-
-    def sink(self, spec: TensorSpec, start: int, memory: torch.Tensor) -> None:
-        self.loading[spec.name] = self.loading.get(spec.name, b"") + raw(memory)
-
-    def finish(self, asked: Asked) -> Answer:
-        try:
-            self.receiver.finish()
-        except Exception as error:
-            return no(str(error))
-        self.active, self.weights = False, self.loading
-        self.version = asked.body.get("weight_version") or self.version
-        return Answer(200, {"message": "Weight update finished"})
-
-    def collective(self, asked: Asked) -> Answer:
-        from safetensors.torch import load_file
-
-        assert asked.body["method"] == "reload_weights"
-        for file in Path(asked.body["kwargs"]["weights_path"]).glob("*.safetensors"):
-            self.weights |= {n: raw(t) for n, t in load_file(file).items()}
-        return Answer(200)
-
-    def label(self, asked: Asked) -> Answer:
-        self.version = asked.body["new_version"]
-        return Answer(200, {"success": True})
-
-    def restart(self) -> None:
-        self.receiver.shutdown()
-        self.version, self.active, self.paused = "default", False, False
-
-
-def no(words: str, status: int = 500) -> Answer:
-    return Answer(status, {"error": {"message": words, "type": "InternalServerError", "code": status}})
+from stages.receiver import ABORT_SEQ
 
 
 @pytest.fixture
-def engine(server: Server) -> Iterator[Engine]:
-    made = Engine(server)
+def engine(server: Server) -> Iterator[VllmLike]:
+    made = VllmLike(server)
     yield made
     made.receiver.shutdown()
 
@@ -132,7 +33,7 @@ def backend(**settings: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def updater(engine: Engine) -> Iterator[WeightUpdater]:
+def updater(engine: VllmLike) -> Iterator[WeightUpdater]:
     with updater_over(engine.server, backend(), capacity=200) as made:
         yield made
 
@@ -159,7 +60,7 @@ SEQUENCE = [
 # -- the right way --------------------------------------------------------------------------------------------------
 
 
-def test_the_requests_of_an_update_in_order(engine: Engine, updater: WeightUpdater, server: Server) -> None:
+def test_the_requests_of_an_update_in_order(engine: VllmLike, updater: WeightUpdater, server: Server) -> None:
     report = updater.update(Toy(1.0), "v1")
     assert steps(server) == ["/init_weight_transfer_engine", *SEQUENCE]
     assert engine.weights == Toy(1.0).bytes()
@@ -200,7 +101,7 @@ def test_a_steady_update_sends_no_metadata_that_the_engine_has(updater: WeightUp
     assert puts(server, start)[0]["plan"] is not None
 
 
-def test_tied_names_travel_as_tensors_of_their_own(engine: Engine, updater: WeightUpdater) -> None:
+def test_tied_names_travel_as_tensors_of_their_own(engine: VllmLike, updater: WeightUpdater) -> None:
     """On CPU its head has a packed copy of its own, and keeps the old one otherwise."""
     model = Toy(1.0)
     model.head = torch.nn.Module()
@@ -209,7 +110,7 @@ def test_tied_names_travel_as_tensors_of_their_own(engine: Engine, updater: Weig
     assert engine.weights["head.weight"] == engine.weights["embed.weight"] == raw(model.embed.weight)
 
 
-def test_a_tensor_larger_than_a_bucket_is_cut(engine: Engine, server: Server) -> None:
+def test_a_tensor_larger_than_a_bucket_is_cut(engine: VllmLike, server: Server) -> None:
     model = Toy(1.0)
     model.norm.weight = torch.nn.Parameter(torch.randn(1000))
     with updater_over(server, backend(), capacity=512) as updater:
@@ -218,14 +119,14 @@ def test_a_tensor_larger_than_a_bucket_is_cut(engine: Engine, server: Server) ->
         assert engine.weights == model.bytes()
 
 
-def test_without_integrity_no_digest_is_sent(engine: Engine, server: Server) -> None:
+def test_without_integrity_no_digest_is_sent(engine: VllmLike, server: Server) -> None:
     with updater_over(server, backend(), integrity="off") as updater:
         report = updater.update(Toy(1.0))
     assert all(i["digest"] is None for i in puts(server))
     assert report.engines[0].verified == "version"
 
 
-def test_the_group_is_joined_by_every_worker(engine: Engine, server: Server) -> None:
+def test_the_group_is_joined_by_every_worker(engine: VllmLike, server: Server) -> None:
     with updater_over(server, backend(), "nccl", capacity=300) as updater:
         for value in (1.0, 2.0):
             updater.update(Toy(value))
@@ -242,7 +143,7 @@ def test_the_group_is_joined_by_every_worker(engine: Engine, server: Server) -> 
     assert steps(server)[-1] == "/shutdown_weight_transfer_engine"
 
 
-def test_outgrowing_the_buffer_starts_a_new_generation(engine: Engine, server: Server) -> None:
+def test_outgrowing_the_buffer_starts_a_new_generation(engine: VllmLike, server: Server) -> None:
     with updater_over(server, backend(), "nccl", capacity=1024) as updater:
         model = Toy(1.0)
         updater.update(model)
@@ -254,7 +155,7 @@ def test_outgrowing_the_buffer_starts_a_new_generation(engine: Engine, server: S
         assert infos[0]["group_name"] != infos[1]["group_name"]
 
 
-def test_disk_requests(engine: Engine, server: Server, tmp_path: Path) -> None:
+def test_disk_requests(engine: VllmLike, server: Server, tmp_path: Path) -> None:
     with updater_over(server, backend(), "disk", path=tmp_path) as updater:
         updater.update(Toy(1.0), "v1")
     assert steps(server) == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
@@ -268,7 +169,7 @@ def test_disk_requests(engine: Engine, server: Server, tmp_path: Path) -> None:
 # -- answers that say no --------------------------------------------------------------------------------------------
 
 
-def test_what_arrives_changed_fails_the_update(engine: Engine, updater: WeightUpdater, server: Server) -> None:
+def test_what_arrives_changed_fails_the_update(engine: VllmLike, updater: WeightUpdater, server: Server) -> None:
     """200 and success with nothing transferred: only a digest tells (lightseekorg/tokenspeed#1373)."""
 
     def garbled(asked: Asked) -> Answer:
@@ -287,7 +188,7 @@ def test_what_arrives_changed_fails_the_update(engine: Engine, updater: WeightUp
 
 
 def test_an_error_of_a_bucket_has_ended_the_session_already(
-    engine: Engine, updater: WeightUpdater, server: Server
+    engine: VllmLike, updater: WeightUpdater, server: Server
 ) -> None:
     calls = iter(range(100))
 
@@ -308,7 +209,7 @@ def test_an_error_of_a_bucket_has_ended_the_session_already(
 
 
 def test_an_open_session_is_closed_without_finishing_it(
-    engine: Engine, updater: WeightUpdater, server: Server, monkeypatch: pytest.MonkeyPatch
+    engine: VllmLike, updater: WeightUpdater, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finishing a half-sent update makes it final; a refused bucket only closes the session."""
 
@@ -326,7 +227,7 @@ def test_an_open_session_is_closed_without_finishing_it(
 
 
 def test_a_session_that_a_dead_trainer_left_open_is_closed_first(
-    engine: Engine, updater: WeightUpdater, server: Server
+    engine: VllmLike, updater: WeightUpdater, server: Server
 ) -> None:
     engine.paused = engine.active = True
     updater.update(Toy(1.0))
@@ -335,7 +236,7 @@ def test_a_session_that_a_dead_trainer_left_open_is_closed_first(
     assert engine.weights == Toy(1.0).bytes()
 
 
-def test_an_incomplete_update_cannot_be_finished(engine: Engine, updater: WeightUpdater, server: Server) -> None:
+def test_an_incomplete_update_cannot_be_finished(engine: VllmLike, updater: WeightUpdater, server: Server) -> None:
     """Completeness is judged per update, not per call (sgl-project/sglang#9663)."""
     server.answers["/update_weights"] = lambda a: (
         Answer(200) if a.body["update_info"]["seq"] == BUCKETS - 1 else engine.update(a)
@@ -347,7 +248,7 @@ def test_an_incomplete_update_cannot_be_finished(engine: Engine, updater: Weight
 
 
 def test_a_pause_that_did_not_happen_is_noticed_and_undone(
-    engine: Engine, updater: WeightUpdater, server: Server
+    engine: VllmLike, updater: WeightUpdater, server: Server
 ) -> None:
     server.answers["/is_paused"] = Answer(200, {"is_paused": False})
     with pytest.raises(UpdateFailed, match="/is_paused says false"):
@@ -358,7 +259,7 @@ def test_a_pause_that_did_not_happen_is_noticed_and_undone(
 
 @pytest.mark.parametrize("info", [{"weight_version": "other"}, {}, {"model": "v1"}], ids=str)
 def test_a_version_that_is_not_the_committed_one_stops(
-    engine: Engine, updater: WeightUpdater, server: Server, info: dict[str, Any]
+    engine: VllmLike, updater: WeightUpdater, server: Server, info: dict[str, Any]
 ) -> None:
     server.answers["/weight_info"] = Answer(200, info)
     with pytest.raises(UpdateFailed, match="weight_version is .*, 'v1' was committed"):
@@ -367,7 +268,7 @@ def test_a_version_that_is_not_the_committed_one_stops(
 
 
 def test_a_500_then_503_is_noticed_before_the_next_update(
-    engine: Engine, updater: WeightUpdater, server: Server
+    engine: VllmLike, updater: WeightUpdater, server: Server
 ) -> None:
     """One bad request kills the scheduler, and then everyone gets 503 (lightseekorg/tokenspeed#1479)."""
     server.answers["/update_weights"] = no("EngineCore died")
@@ -395,7 +296,7 @@ HINTS = {
 
 @pytest.mark.parametrize("answer, hint", HINTS.values(), ids=list(HINTS))
 def test_what_to_do_is_part_of_the_error(
-    engine: Engine, updater: WeightUpdater, server: Server, answer: Answer, hint: str
+    engine: VllmLike, updater: WeightUpdater, server: Server, answer: Answer, hint: str
 ) -> None:
     """An engine that needs a flag answers with a wall of text, or nothing (vllm-project/vllm#35928)."""
     server.answers["/init_weight_transfer_engine"] = answer
@@ -405,7 +306,7 @@ def test_what_to_do_is_part_of_the_error(
 
 
 def test_a_wrong_number_of_workers_is_refused(server: Server) -> None:
-    Engine(server, world=4)
+    VllmLike(server, world=4)
     with (
         updater_over(server, backend()) as updater,
         pytest.raises(CompositionError, match="has 4 workers, engines.tp says 1"),
@@ -415,7 +316,7 @@ def test_a_wrong_number_of_workers_is_refused(server: Server) -> None:
 
 
 def test_a_restart_is_noticed_by_its_version_and_the_engine_initialised_again(
-    engine: Engine, updater: WeightUpdater, server: Server
+    engine: VllmLike, updater: WeightUpdater, server: Server
 ) -> None:
     updater.update(Toy(1.0))
     engine.restart()
