@@ -14,7 +14,7 @@ from stages.gather.names import fusion_key
 
 # Parameters that checkpoints may hold and engines skip by design.
 _SKIPPED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-_SHOWN = 40
+_SAMPLED = 50  # unknown names that are compared with every missing one
 
 
 def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, Any], engine: str) -> None:
@@ -25,7 +25,8 @@ def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, A
     """
     sent = {t.name: t for t in plan.tensors}
     tied = {alias for group in plan.groups for alias, _ in group.aliases}
-    if config.get("tie_word_embeddings"):
+    engine_ties = any(c.get("tie_word_embeddings") for c in (config, config.get("text_config") or {}))
+    if engine_ties:
         tied.add("lm_head.weight")
     unknown = [n for n in sent if n not in expected and n not in tied and not n.endswith(_SKIPPED_SUFFIXES)]
     missing = [n for n in expected if n not in sent and n not in tied and not n.endswith(_SKIPPED_SUFFIXES)]
@@ -34,6 +35,11 @@ def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, A
         if name in expected:
             problems += _spec_problems(spec, expected[name])
     problems += _fusion_problems(sent, expected)
+    if not engine_ties:
+        stale = sorted(alias for alias in tied if alias in expected and alias not in sent)
+        problems += [
+            f"tied here, a tensor of its own in the engine, which would keep the old values: {n}" for n in stale
+        ]
     if problems:
         hints = _hints(unknown, missing)
         quantized = config.get("quantization_config")
@@ -43,7 +49,7 @@ def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, A
                 f"hint: the engine serves a checkpoint quantized with {method}; use quantize=auto, and quantize.skip for "
                 f"modules that it keeps wide"
             )
-        raise PreflightError(engine, _shorten([*hints, *problems]))
+        raise PreflightError(engine, problems, hints)
 
 
 def _hints(unknown: list[str], missing: list[str]) -> list[str]:
@@ -58,13 +64,21 @@ def _hints(unknown: list[str], missing: list[str]) -> list[str]:
 
 
 def _prefix_between(unknown: list[str], missing: list[str]) -> tuple[str, str] | None:
-    """The prefix by which the two lists differ, if one change of prefix explains a first pair of names."""
-    for ours in unknown[:1]:
-        for theirs in missing:
-            tail = _common_tail(ours, theirs)
-            if tail.count(".") >= 2:
-                return ours.removesuffix(tail), theirs.removesuffix(tail)
-    return None
+    """The change of prefix that explains most of the names, if one explains half of those that could match."""
+    candidates = set()
+    for ours in unknown[:: len(unknown) // _SAMPLED + 1]:
+        theirs = max(missing, key=lambda name: len(_common_tail(ours, name)), default="")
+        if tail := _common_tail(ours, theirs):
+            candidates.add((ours.removesuffix(tail), theirs.removesuffix(tail)))
+    wanted = set(missing)
+    explained = {
+        (ours, theirs): sum(theirs + n.removeprefix(ours) in wanted for n in unknown if n.startswith(ours))
+        for ours, theirs in sorted(candidates)
+    }
+    best = max(explained, key=lambda pair: explained[pair], default=None)
+    if best is None or 2 * explained[best] < min(len(unknown), len(missing)):
+        return None
+    return best
 
 
 def _common_tail(a: str, b: str) -> str:
@@ -98,9 +112,3 @@ def _fusion_problems(sent: Mapping[str, TensorSpec], expected: Mapping[str, Tens
         if len(names) > 1 and here and len(here) < len(names):
             problems.append(f"half of a fused set: {here} without {[n for n in names if n not in sent]}")
     return problems
-
-
-def _shorten(problems: list[str]) -> list[str]:
-    if len(problems) <= _SHOWN:
-        return problems
-    return [*problems[:_SHOWN], f"... and {len(problems) - _SHOWN} more"]

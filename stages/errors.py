@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class WeightstreamError(Exception):
     """Base of all errors raised on purpose."""
@@ -16,15 +18,19 @@ class CompositionError(ConfigError):
 
 
 class PreflightError(WeightstreamError):
-    """The planned tensors are not the ones an engine expects. `problems` lists every mismatch."""
+    """The planned tensors are not the ones an engine expects. `problems` lists every mismatch, the text the first ones."""
 
-    def __init__(self, engine: str, problems: list[str]) -> None:
+    SHOWN = 40
+
+    def __init__(self, engine: str, problems: list[str], hints: Sequence[str] = ()) -> None:
         self.engine = engine
         self.problems = problems
-        lines = "\n  ".join(problems)
+        more = len(problems) - self.SHOWN
+        shown = [*hints, *problems[: self.SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+        lines = "\n  ".join(shown)
         super().__init__(
-            f"preflight: {engine} does not expect what would be sent ({len(problems)} mismatches); "
-            f"nothing was touched:\n  {lines}"
+            f"preflight: {engine} does not expect what would be sent ({len(problems)} mismatches); nothing was touched:\n  "
+            f"{lines}"
         )
 
 
