@@ -55,9 +55,10 @@ def test_update(server: EngineServer, transport: str, checkpoints: CheckpointCac
 
 @pytest.mark.support
 @serve(*LMDEPLOY)
-def test_update_of_lmdeploy(server: EngineServer, checkpoints: CheckpointCache, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ipc"])
+def test_update_of_lmdeploy(server: EngineServer, transport: str, checkpoints: CheckpointCache, tmp_path: Path) -> None:
     """Not over nccl: on CPU that is gloo, which cannot broadcast LMDeploy's fp8 tensors ("Invalid scalar type")."""
-    exercise(server, "ipc", checkpoints, tmp_path)
+    exercise(server, transport, checkpoints, tmp_path)
 
 
 @serve(SGLANG[0], *VLLM)
