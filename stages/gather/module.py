@@ -11,9 +11,10 @@ import torch
 
 from stages.errors import PlanMismatch
 from stages.gather.dtensor import settle, share_of
-from stages.gather.layout import Box, Description, Leaf, Lora, Part, whole
+from stages.gather.layout import Box, Description, Leaf, Lora, Part, Spread, whole
 from stages.gather.lora import Adapters, adapters_of, factor_names
 from stages.gather.names import strip_wrappers
+from stages.gather.zero import flattened, is_zero, zero_shape, zero_share
 
 T = TypeVar("T")
 
@@ -43,24 +44,37 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
     owners: dict[tuple[object, ...], list[Leaf]] = {}
     for name, raw in plain.items():
         tensor = named[raw]
-        local, shape, spread = share_of(name, tensor)
-        leaves = hf_leaves(name, tensor.dtype, shape)
+        local, stored, spread, leaves = _read(name, tensor)
         if (adapters := pending.get(raw)) is not None:
-            made.store(name, local, shape, spread, rank)
+            made.store(name, local, stored, spread, rank)
             made.leaves.append(_merged(made, leaves[0], adapters, named, rank))
             continue
-        owner = owners.setdefault(_identity(tensor, local), leaves)
+        owner = owners.setdefault(_identity(tensor, local, leaves), leaves)
         if owner is leaves or len(owner) != len(leaves):
-            made.store(name, local, shape, spread, rank)
+            made.store(name, local, stored, spread, rank)
             made.leaves += leaves
         else:
             made.aliases += [(mine.name, theirs.name) for mine, theirs in zip(leaves, owner, strict=True)]
     return made
 
 
+def _read(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], Spread | None, list[Leaf]]:
+    """`(this rank's share, full shape as stored, spread, what HF tensors are in it)`."""
+    if is_zero(tensor):
+        shape = zero_shape(tensor)
+        local, padded, flat = zero_share(name, tensor)
+        return local, (padded,), flat, [flattened(leaf, shape) for leaf in hf_leaves(name, local.dtype, shape)]
+    local, shape, spread = share_of(name, tensor)
+    return local, shape, spread, hf_leaves(name, tensor.dtype, shape)
+
+
 def _merged(made: Description, base: Leaf, adapters: Adapters, named: dict[str, torch.Tensor], rank: int) -> Leaf:
     """A weight with what its adapters add."""
     parts = [*base.parts]
+    if any(is_zero(named[n]) for n in (adapters.weight, *itertools.chain(*adapters.factors))):
+        raise PlanMismatch(
+            f"{base.name}: LoRA over ZeRO-3 cannot be merged in passing; merge the adapter before the update"
+        )
     for key in itertools.chain(*adapters.factors):
         local, shape, spread = share_of(key, named[key])
         made.store(key, local, shape, spread, rank)
@@ -115,11 +129,12 @@ def _persistent_buffers(module: torch.nn.Module) -> set[str]:
     return found
 
 
-def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[object, ...]:
+def _identity(tensor: torch.Tensor, local: torch.Tensor, leaves: list[Leaf]) -> tuple[object, ...]:
     """Equal for tensors that are the same bytes seen the same way. Empty tensors and fakes are their own."""
     if local.numel() == 0 or local.device.type == "meta":
         return (id(tensor),)
-    return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), tuple(local.shape), tuple(local.stride()))
+    shapes = tuple(leaf.shape for leaf in leaves)
+    return (local.device, local.data_ptr(), local.dtype, shapes, tuple(local.shape), tuple(local.stride()))
 
 
 def hf_leaves(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Leaf]:
