@@ -112,9 +112,15 @@ class WeightUpdater:
         run.comm.begin(-1)
         self._opened = True
         try:
-            with run.comm.together("open"):
+            urls: list[str] = []
+            with run.comm.together("connect"):
                 if run.comm.is_head:
-                    self._connect()
+                    urls = self._addresses()
+            urls = run.comm.meet("engines", urls)[0]
+            tp = self.settings["engines"]["tp"]
+            for url, size in zip(urls, tp if isinstance(tp, list) else [tp] * len(urls), strict=True):
+                self.add_engines([url], size)
+            with run.comm.together("open"):
                 for stage in self._stages:
                     stage.open(run)
         except BaseException:
@@ -254,6 +260,8 @@ class WeightUpdater:
         with run.comm.together("probe"):
             if run.comm.is_head:
                 self._probe()
+        chosen = run.comm.meet("engines", [e.url for e in run.engines])[0]
+        run.engines = [e for e in self._known if e.url in chosen]
         with run.comm.together("plan"):
             self._plan()
         plan = run.current_plan
@@ -327,20 +335,17 @@ class WeightUpdater:
         return "acknowledged" if minimum == "probe" else minimum
 
     # -- the steps of getting ready ---------------------------------------------------------------------
-    def _connect(self) -> None:
+    def _addresses(self) -> list[str]:
+        """URLs of the engines, after starting those that are ours."""
         engines = self.settings["engines"]
         if engines["kind"] == "embedded":
             model = engines["model"] or self._served
             if model is None:
                 raise ConfigError("engines=embedded needs a checkpoint to serve: set engines.model, or give reference=")
-            urls = self._launcher.start(
+            return self._launcher.start(
                 Path(model), self._backend.name, engines["count"], engines["tp"], engines["device"], engines["on_fatal"]
             )
-        else:
-            urls = engines["urls"]
-        sizes = engines["tp"] if isinstance(engines["tp"], list) else [engines["tp"]] * len(urls)
-        for url, tp in zip(urls, sizes, strict=True):
-            self.add_engines([url], tp)
+        return list(engines["urls"])
 
     def _probe(self) -> None:
         """Choose the engines of this update: those that answer, if they are as many as `engines.required` wants."""

@@ -225,11 +225,15 @@ def test_ranks_whose_settings_differ_are_refused(pair: Pool) -> None:
         assert "trainer ranks planned different updates" in outcome.value
 
 
-def part_of_the_fleet(rank: int) -> list[str]:
+def part_of_the_fleet(rank: int) -> list[Any]:
     urls = ["http://one:1", "http://two:1"]
     with make("minimal", urls=urls) as updater:
         outcomes = [updater.update(Toy(1.0), version="7", engines=[url]).outcome for url in urls]
-        return [*outcomes, str(attempt_part(updater))]
+        words = attempt_part(updater)
+        updater.remove_engines(urls[:1])
+        updater.add_engines(["http://four:1"])
+        updater.update(Toy(2.0))
+        return [*outcomes, words, [e.url for e in updater._run.engines]]
 
 
 def attempt_part(updater: WeightUpdater) -> str:
@@ -245,6 +249,7 @@ def test_a_rolling_update_is_collective(pair: Pool) -> None:
         assert outcome.error is None, outcome.trace
         assert outcome.value[:2] == ["committed", "committed"]
         assert "http://three:1 is not an engine" in outcome.value[2]
+        assert outcome.value[3] == ["http://two:1", "http://four:1"]  # every rank knows who takes part
 
 
 # -- a rank that dies -----------------------------------------------------------------------------------------------
