@@ -11,7 +11,21 @@ from stages.errors import ConfigError, PlanMismatch
 from stages.gather.layout import Cut, Spread
 
 
-def share_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], Spread | None]:
+class Meshes:
+    """The shapes and ranks of device meshes, each looked up once: DeviceMesh works them out anew at every access."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {}
+
+    def of(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`(shape, ranks in row-major order)`."""
+        if id(mesh) not in self._seen:
+            ranks = mesh.mesh
+            self._seen[id(mesh)] = mesh, tuple(ranks.shape), tuple(int(r) for r in ranks.flatten().tolist())
+        return self._seen[id(mesh)][1:]
+
+
+def share_of(name: str, tensor: torch.Tensor, meshes: Meshes) -> tuple[torch.Tensor, tuple[int, ...], Spread | None]:
     """`(this rank's share, full shape, spread)` of any tensor; a plain one is whole.
 
     Raises PlanMismatch for a DTensor whose values are partial sums, or cut in an order that its placements do not tell.
@@ -20,9 +34,6 @@ def share_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, 
         return tensor.detach(), tuple(tensor.shape), None
     sharded: Any = tensor
     local: torch.Tensor = sharded._local_tensor.detach()  # to_local() is a differentiable call and checks for more
-    mesh = sharded.device_mesh
-    if not isinstance(mesh.mesh, torch.Tensor):
-        raise PlanMismatch(f"{name}: its device mesh does not list ranks")
     order = getattr(sharded._spec, "shard_order", None)
     if order is not None and not sharded._spec.is_default_device_order(order):
         raise PlanMismatch(
@@ -30,8 +41,7 @@ def share_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, 
         )
     shape = tuple(tensor.shape)
     cuts = tuple(_cut(name, p, len(shape)) for p in sharded.placements)
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-    return local, shape, Spread(tuple(mesh.mesh.shape), ranks, cuts)
+    return local, shape, Spread(*meshes.of(sharded.device_mesh), cuts)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

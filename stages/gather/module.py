@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from stages.errors import PlanMismatch
-from stages.gather.dtensor import settle, share_of
+from stages.gather.dtensor import Meshes, settle, share_of
 from stages.gather.layout import Box, Description, Leaf, Lora, Part, Spread, whole
 from stages.gather.lora import Adapters, adapters_of, factor_names
 from stages.gather.names import strip_wrappers
@@ -40,14 +40,14 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
     pending = {a.weight: a for a in adapters_of(module)}
     known = factor_names(module)
     plain = without_adapters({clean[n]: n for n in named if n not in known}, all_merged=_all_merged(module))
-    made = Description()
+    made, meshes = Description(), Meshes()
     owners: dict[tuple[object, ...], list[Leaf]] = {}
     for name, raw in plain.items():
         tensor = named[raw]
-        local, stored, spread, leaves = _read(name, tensor)
+        local, stored, spread, leaves = _read(name, tensor, meshes)
         if (adapters := pending.get(raw)) is not None:
             made.store(name, local, stored, spread, rank)
-            made.leaves.append(_merged(made, leaves[0], adapters, named, rank))
+            made.leaves.append(_merged(made, leaves[0], adapters, named, rank, meshes))
             continue
         owner = owners.setdefault(_identity(tensor, local, leaves), leaves)
         if owner is leaves or len(owner) != len(leaves):
@@ -58,17 +58,21 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
     return made
 
 
-def _read(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], Spread | None, list[Leaf]]:
+def _read(
+    name: str, tensor: torch.Tensor, meshes: Meshes
+) -> tuple[torch.Tensor, tuple[int, ...], Spread | None, list[Leaf]]:
     """`(this rank's share, full shape as stored, spread, what HF tensors are in it)`."""
     if is_zero(tensor):
         shape = zero_shape(tensor)
         local, padded, flat = zero_share(name, tensor)
         return local, (padded,), flat, [flattened(leaf, shape) for leaf in hf_leaves(name, local.dtype, shape)]
-    local, shape, spread = share_of(name, tensor)
+    local, shape, spread = share_of(name, tensor, meshes)
     return local, shape, spread, hf_leaves(name, tensor.dtype, shape)
 
 
-def _merged(made: Description, base: Leaf, adapters: Adapters, named: dict[str, torch.Tensor], rank: int) -> Leaf:
+def _merged(
+    made: Description, base: Leaf, adapters: Adapters, named: dict[str, torch.Tensor], rank: int, meshes: Meshes
+) -> Leaf:
     """A weight with what its adapters add."""
     parts = [*base.parts]
     if any(is_zero(named[n]) for n in (adapters.weight, *itertools.chain(*adapters.factors))):
@@ -76,7 +80,7 @@ def _merged(made: Description, base: Leaf, adapters: Adapters, named: dict[str, 
             f"{base.name}: LoRA over ZeRO-3 cannot be merged in passing; merge the adapter before the update"
         )
     for key in itertools.chain(*adapters.factors):
-        local, shape, spread = share_of(key, named[key])
+        local, shape, spread = share_of(key, named[key], meshes)
         made.store(key, local, shape, spread, rank)
         parts.append(Part(key, whole(shape)))
     return replace(base, parts=tuple(parts), lora=Lora(adapters.scales, adapters.transposed))
