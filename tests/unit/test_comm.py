@@ -91,7 +91,7 @@ def test_an_interrupt_is_told_and_waits_for_nobody(pair: Pool) -> None:
 
 
 def miss_a_meeting(rank: int) -> str:
-    comm = Comm.from_torch(1.5)
+    comm = Comm.from_torch(0.7)
     comm.begin(1)
     comm.meet("before")
     words = ""
@@ -100,7 +100,7 @@ def miss_a_meeting(rank: int) -> str:
             comm.meet("the meeting")
         words = str(caught.value)
     else:
-        time.sleep(3.0)
+        time.sleep(1.5)
     comm.timeout = 30.0
     comm.begin(2)  # the next update: both are back
     assert comm.meet("after", rank) == [0, 1]
@@ -109,15 +109,15 @@ def miss_a_meeting(rank: int) -> str:
 
 def test_who_did_not_come_is_named_and_the_next_update_meets_again(pair: Pool) -> None:
     words = pair.each(miss_a_meeting)[0].value
-    assert words.startswith("trainer ranks [1] did not reach 'the meeting' within 1.5 s (session.timeouts.agree)")
+    assert words.startswith("trainer ranks [1] did not reach 'the meeting' within 0.7 s (session.timeouts.agree)")
 
 
 def come_late(rank: int) -> str:
     """Rank 1 arrives when rank 0 has given up: it must not think that they met."""
-    comm = Comm.from_torch(1.0)
+    comm = Comm.from_torch(0.5)
     comm.begin(1)
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(1.3)
     words = []
     for what in ("first", "second"):
         try:

@@ -170,7 +170,7 @@ def test_a_backend_that_this_torch_has_not_is_refused(store: GroupStore) -> None
 
 
 def test_a_broadcast_that_nobody_receives_is_given_up(store: GroupStore, child: Pool) -> None:
-    group = form(store, child, init_for(store, "slow", timeout=2.0))
+    group = form(store, child, init_for(store, "slow", timeout=1.0))
     with pytest.raises(TransportError, match="group slow: broadcast failed on rank 0"):
         group.broadcast(torch.zeros(32 << 20, dtype=torch.uint8))
     child.call(leave, "slow")
@@ -190,7 +190,7 @@ def test_destroying_a_group_frees_whoever_is_inside_a_broadcast(store: GroupStor
 def test_a_peer_that_dies_in_a_broadcast_is_an_error_and_the_next_generation_works(
     store: GroupStore, victim: Pool, child: Pool
 ) -> None:
-    group = form(store, victim, init_for(store, "first", timeout=30.0))
+    group = form(store, victim, init_for(store, "first", timeout=6.0))
     victim.start(0, receive, "first", 64 << 20)
     threading.Timer(0.3, lambda: victim.kill(0)).start()
     with pytest.raises(TransportError, match="group first: broadcast failed on rank 0"):
