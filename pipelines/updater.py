@@ -181,7 +181,9 @@ class WeightUpdater:
         return engine
 
     # -- updates ----------------------------------------------------------------------------------------
-    def update(self, model: Any, version: str | None = None, engines: Sequence[str] | None = None) -> UpdateReport:
+    def update(
+        self, model: Any, version: str | int | None = None, engines: Sequence[str] | None = None
+    ) -> UpdateReport:
         """Bring every engine to the weights of `model` (a torch module or an HF checkpoint folder).
 
         With `engines`, only those of them: a rolling update is one call per part of the fleet, with one `version`.
@@ -192,14 +194,17 @@ class WeightUpdater:
         with self._updating:
             return self._update(model, version, engines)
 
-    def _update(self, model: Any, version: str | None, engines: Sequence[str] | None) -> UpdateReport:
+    def _update(self, model: Any, version: str | int | None, engines: Sequence[str] | None) -> UpdateReport:
         if not self._opened:
             raise ConfigError("the updater is not open; use it in a with block, or call open() first")
         run = self._run
         run.model = model
         self._asked = engines
         # A failed update may have left its number on some engine: other weights never get it.
-        run.version = version or str(sum(u.outcome != REFUSED for u in self.report.updates) + 1)
+        number = sum(u.outcome != REFUSED for u in self.report.updates) + 1
+        run.version = str(number if version is None else version)
+        if not run.version:
+            raise ConfigError("version is empty; give a text or a number, or leave it out")
         report = UpdateReport(run.version)
         self.report.updates.append(report)
         started = time.perf_counter()
@@ -215,7 +220,7 @@ class WeightUpdater:
             raise UpdateFailed(f"version {run.version}: {report.outcome}: {report.error}", report) from self._cause
         return report
 
-    def update_async(self, model: torch.nn.Module, version: str | None = None) -> Future[UpdateReport]:
+    def update_async(self, model: torch.nn.Module, version: str | int | None = None) -> Future[UpdateReport]:
         """Like `update`, over a snapshot taken now, in the background; the trainer may change `model` at once.
 
         The snapshot costs one copy of the model. One update runs at a time, in order.

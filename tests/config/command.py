@@ -14,6 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = "WEIGHTSTREAM_TEST_MARK"
 
 
+def _as_from_a_terminal() -> None:
+    """Background jobs of a shell inherit an ignored SIGINT; a user's command does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """`run.py` with `arguments` in `folder`, as a process with a mark that all of its descendants inherit."""
 
@@ -30,6 +35,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_as_from_a_terminal,
         )
         self.out = self.err = ""
 
