@@ -16,7 +16,7 @@ from stages.flow import Group, GroupSpec, TensorSpec, dtype_name
 from stages.gather import source_of
 from stages.quantize.modules import Rules, check_whole
 from stages.quantize.scheme import Scheme, scheme_of
-from stages.quantize.strips import Scratch, first_nonfinite, peak
+from stages.quantize.strips import Scratch, Strips, column_peaks, first_nonfinite, rows_per_piece
 from stages.run import Run
 
 log = logging.getLogger("weightstream")
@@ -62,7 +62,7 @@ class Quantize(Stage):
 
     NaN and infinity are refused: with `look_ahead` by reading every weight once before the engines are paused, else when
     they come by, with earlier buckets already sent. Results live in one buffer of the size of the largest group, used
-    anew for every group; besides that there is the scratch memory of one strip.
+    anew for every group; besides that there is the scratch memory of one strip per thread.
     """
 
     consumes = Group
@@ -76,7 +76,7 @@ class Quantize(Stage):
         self.skip = tuple(skip or ())
         self.allow_nonfinite = allow_nonfinite
         self.look_ahead = look_ahead
-        self.scratch = Scratch()
+        self.strips = Strips()
         self._steps: dict[GroupSpec, _Step] = {}
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._told: set[str] = set()
@@ -171,7 +171,7 @@ class Quantize(Stage):
             for name, share in source.shares(run.comm.rank):
                 if name in wanted and share.numel():
                     weight = Weight(name, share.reshape(-1, share.shape[-1]), wanted[name])
-                    self.check(weight, peak(weight.tensor, weight.dtype, self.scratch))
+                    self.check(weight, self.peak(weight))
 
     def __call__(self, items: Iterator[Group], run: Run) -> Iterator[Group]:
         needed = run.transport.holds_bytes(run)
@@ -191,6 +191,21 @@ class Quantize(Stage):
             tensors = (part for i, t in enumerate(group.tensors) for part in made.get(i, (t,)))
             yield Group(step.out, tuple(tensors))
 
+    def kept(self, purpose: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """float32 memory for what is kept of a whole weight, such as its largest magnitudes."""
+        return self.strips.scratch.get(purpose, tuple(shape), torch.float32, device)
+
+    def peak(self, weight: Weight) -> torch.Tensor:
+        """Largest magnitude of a whole weight, 0-dim float32; infinite or NaN where it holds such a value."""
+        tensor, step = weight.tensor, rows_per_piece(weight.tensor.shape[1])
+        found = self.kept("peaks", [-(-tensor.shape[0] // step)], tensor.device)
+
+        def look(number: int, rows: slice, scratch: Scratch) -> None:
+            found[number] = column_peaks(tensor[rows], weight.dtype, scratch).amax()
+
+        self.strips.each(tensor, step, look)
+        return found.amax()
+
     def check(self, weight: Weight, peaks: torch.Tensor) -> None:
         """Raise NonFinite unless the largest magnitudes found in the weight are finite."""
         if self.allow_nonfinite or bool(torch.isfinite(peaks).all()):
@@ -201,7 +216,7 @@ class Quantize(Stage):
 
     def close(self) -> None:
         self._buffers.clear()
-        self.scratch.clear()
+        self.strips.close()
 
     def _weight(self, group: Group, index: int) -> Weight:
         spec, tensor = group.spec.tensors[index], group.tensors[index]

@@ -19,11 +19,11 @@ from stages.quantize.scheme import Scheme
 from stages.quantize.strips import (
     AMAX_FLOOR,
     FP8_MAX,
-    as_float,
+    Scratch,
     column_peaks,
     columns_per_piece,
-    divide,
     pieces,
+    quotient,
     store_scale,
 )
 
@@ -81,20 +81,20 @@ class Fp8Block(Quantize):
 
     def _encode(self, weight: Weight, codes: torch.Tensor, scales: torch.Tensor) -> None:
         rows, columns = self._block
-        grid, device = tuple(scales.shape), codes.device
-        amax = self.scratch.get("amax", grid, torch.float32, device)
+        amax = self.kept("amax", scales.shape, codes.device)
         width = columns_per_piece(rows, columns)
-        for i, strip in enumerate(pieces(codes.shape[0], rows)):
+
+        def strip(number: int, where: slice, scratch: Scratch) -> None:
             for part in pieces(codes.shape[1], width):
-                piece = weight.tensor[strip, part]
+                piece = weight.tensor[where, part]
                 blocks = slice(part.start // columns, -(-part.stop // columns))
-                found = amax[i, blocks]
-                _peaks_by_block(column_peaks(piece, weight.dtype, self.scratch), columns, found)
-                scale = store_scale(self.scale_of(found.clamp(min=self.floor)), scales[i, blocks])
-                by_column = self.scratch.get("by_column", (piece.shape[1],), torch.float32, device)
-                _spread(scale, columns, by_column)
-                values = as_float(piece, weight.dtype, self.scratch)
-                codes[strip, part] = divide(values, by_column, FP8_MAX, self.scratch)
+                found = amax[number, blocks]
+                _peaks_by_block(column_peaks(piece, weight.dtype, scratch), columns, found)
+                scale = store_scale(self.scale_of(found.clamp(min=self.floor)), scales[number, blocks])
+                by_column = scale.repeat_interleave(columns)[: piece.shape[1]]
+                codes[where, part] = quotient(piece, weight.dtype, by_column, FP8_MAX, scratch)
+
+        self.strips.each(weight.tensor, rows, strip)
         self.check(weight, amax)
 
 
@@ -124,10 +124,3 @@ def _peaks_by_block(by_column: torch.Tensor, columns: int, out: torch.Tensor) ->
         torch.amax(by_column[: whole * columns].view(whole, columns), 1, out=out[:whole])
     if whole < out.numel():
         out[whole] = by_column[whole * columns :].amax()
-
-
-def _spread(scale: torch.Tensor, columns: int, out: torch.Tensor) -> None:
-    whole = out.numel() // columns
-    out[: whole * columns].view(whole, columns).copy_(scale[:whole, None])
-    if whole * columns < out.numel():
-        out[whole * columns :] = scale[whole]

@@ -12,7 +12,16 @@ import torch
 
 from stages.flow import TensorSpec
 from stages.quantize.base import Quantize, Weight
-from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, as_float, divide, pieces, row_peaks, rows_per_piece, store_scale
+from stages.quantize.strips import (
+    AMAX_FLOOR,
+    FP8_MAX,
+    Scratch,
+    as_float,
+    divide,
+    row_peaks,
+    rows_per_piece,
+    store_scale,
+)
 
 
 class Fp8Channel(Quantize):
@@ -29,10 +38,16 @@ class Fp8Channel(Quantize):
 
     def encode(self, weights: Sequence[Weight], made: Sequence[tuple[torch.Tensor, ...]]) -> None:
         for weight, (codes, scales) in zip(weights, made, strict=True):
-            amax = self.scratch.get("amax", (codes.shape[0], 1), torch.float32, codes.device)
-            for rows in pieces(codes.shape[0], rows_per_piece(codes.shape[1])):
-                values = as_float(weight.tensor[rows], weight.dtype, self.scratch)
-                amax[rows, 0] = row_peaks(values, self.scratch)
-                scale = store_scale(amax[rows].clamp(min=AMAX_FLOOR) / FP8_MAX, scales[rows])
-                codes[rows] = divide(values, scale, FP8_MAX, self.scratch)
-            self.check(weight, amax)
+            self._encode(weight, codes, scales)
+
+    def _encode(self, weight: Weight, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        amax = self.kept("amax", scales.shape, codes.device)
+
+        def strip(number: int, rows: slice, scratch: Scratch) -> None:
+            values = as_float(weight.tensor[rows], weight.dtype, scratch)
+            amax[rows, 0] = row_peaks(values)
+            scale = store_scale(amax[rows].clamp(min=AMAX_FLOOR) / FP8_MAX, scales[rows])
+            codes[rows] = divide(values, scale, FP8_MAX)
+
+        self.strips.each(weight.tensor, rows_per_piece(codes.shape[1]), strip)
+        self.check(weight, amax)

@@ -14,7 +14,7 @@ import torch
 
 from stages.flow import TensorSpec
 from stages.quantize.base import Quantize, Weight
-from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, as_float, divide, peak, pieces, rows_per_piece, store_scale
+from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, Scratch, quotient, rows_per_piece, store_scale
 
 
 class Fp8Tensor(Quantize):
@@ -31,10 +31,15 @@ class Fp8Tensor(Quantize):
 
     def encode(self, weights: Sequence[Weight], made: Sequence[tuple[torch.Tensor, ...]]) -> None:
         for weight, (codes, scale) in zip(weights, made, strict=True):
-            amax = peak(weight.tensor, weight.dtype, self.scratch)
-            self.check(weight, amax)
-            # One dimension, not none: a 0-dim float32 would not promote what it divides.
-            stored = store_scale((amax.clamp(min=AMAX_FLOOR) / FP8_MAX).view(scale.shape), scale).view(1)
-            for rows in pieces(codes.shape[0], rows_per_piece(codes.shape[1])):
-                values = as_float(weight.tensor[rows], weight.dtype, self.scratch)
-                codes[rows] = divide(values, stored, FP8_MAX, self.scratch)
+            self._encode(weight, codes, scale)
+
+    def _encode(self, weight: Weight, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        amax = self.peak(weight)
+        self.check(weight, amax)
+        # One dimension, not none: a 0-dim float32 would not promote what it divides.
+        stored = store_scale((amax.clamp(min=AMAX_FLOOR) / FP8_MAX).view(scale.shape), scale).view(1)
+
+        def strip(number: int, rows: slice, scratch: Scratch) -> None:
+            codes[rows] = quotient(weight.tensor[rows], weight.dtype, stored, FP8_MAX, scratch)
+
+        self.strips.each(weight.tensor, rows_per_piece(codes.shape[1]), strip)

@@ -18,7 +18,7 @@ from stages.errors import ConfigError
 from stages.flow import TensorSpec
 from stages.quantize.base import Quantize, Weight
 from stages.quantize.scheme import Scheme
-from stages.quantize.strips import AMAX_FLOOR, as_float, pieces, row_peaks, rows_per_piece, store_scale
+from stages.quantize.strips import AMAX_FLOOR, Scratch, as_float, row_peaks, rows_per_piece, store_scale
 
 GROUP = 128
 _LOW, _HIGH = -8.0, 7.0
@@ -83,26 +83,33 @@ class Int4(Quantize):
     def encode(self, weights: Sequence[Weight], made: Sequence[tuple[torch.Tensor, ...]]) -> None:
         for weight, (packed, scales, shape, *zero_points) in zip(weights, made, strict=True):
             shape.copy_(torch.tensor(weight.tensor.shape))
-            size = self._columns(weight.tensor.shape[1])
-            amax = self.scratch.get("amax", tuple(scales.shape), torch.float32, packed.device)
-            if zero_points:
-                zeros = self.scratch.get("zeros", tuple(scales.shape), torch.float32, packed.device)
-            for rows in pieces(packed.shape[0], rows_per_piece(weight.tensor.shape[1])):
-                values = as_float(weight.tensor[rows], weight.dtype, self.scratch).view(-1, scales.shape[1], size)
-                amax[rows] = row_peaks(values, self.scratch)
-                if self._symmetric:
-                    scale = store_scale(amax[rows].clamp(min=AMAX_FLOOR) / ((_HIGH - _LOW) / 2), scales[rows])
-                    codes = values / scale[..., None]
-                else:
-                    low, high = values.amin(-1).clamp(max=0.0), values.amax(-1).clamp(min=0.0)
-                    scale = store_scale((high - low).clamp(min=AMAX_FLOOR) / (_HIGH - _LOW), scales[rows])
-                    zero = torch.sub(_LOW, low / scale).clamp_(_LOW, _HIGH).round_()
-                    zeros[rows] = zero
-                    codes = values / scale[..., None] + zero[..., None]
-                packed[rows] = pack_int4(codes.clamp_(_LOW, _HIGH).round_().flatten(1))
-            self.check(weight, amax)
+            zeros = self.kept("zeros", scales.shape, packed.device) if zero_points else None
+            self._encode(weight, packed, scales, zeros)
             for place in zero_points:
+                assert zeros is not None
                 place.copy_(pack_int4(zeros.t()).t())
+
+    def _encode(self, weight: Weight, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        amax = self.kept("amax", scales.shape, packed.device)
+        columns = weight.tensor.shape[1]
+
+        def strip(number: int, rows: slice, scratch: Scratch) -> None:
+            values = as_float(weight.tensor[rows], weight.dtype, scratch).view(
+                -1, scales.shape[1], self._columns(columns)
+            )
+            amax[rows] = row_peaks(values)
+            if zeros is None:
+                scale = store_scale(amax[rows].clamp(min=AMAX_FLOOR) / ((_HIGH - _LOW) / 2), scales[rows])
+                values.div_(scale[..., None])
+            else:
+                low, high = values.amin(-1).clamp(max=0.0), values.amax(-1).clamp(min=0.0)
+                scale = store_scale((high - low).clamp(min=AMAX_FLOOR) / (_HIGH - _LOW), scales[rows])
+                zeros[rows] = torch.sub(_LOW, low / scale).clamp_(_LOW, _HIGH).round_()
+                values.div_(scale[..., None]).add_(zeros[rows, :, None])
+            packed[rows] = pack_int4(values.clamp_(_LOW, _HIGH).round_().flatten(1))
+
+        self.strips.each(weight.tensor, rows_per_piece(columns), strip)
+        self.check(weight, amax)
 
     def _columns(self, columns: int) -> int:
         return columns if self._group_size == -1 else self._group_size

@@ -18,7 +18,7 @@ from stages.flow import TensorSpec
 from stages.quantize.base import Quantize, Weight
 from stages.quantize.fp8_block import round_up_to_power_of_two
 from stages.quantize.scheme import Scheme
-from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, as_float, divide, pieces, row_peaks, rows_per_piece
+from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, Scratch, as_float, divide, row_peaks, rows_per_piece
 
 GROUP = 32
 
@@ -54,11 +54,17 @@ class Mxfp8(Quantize):
 
     def encode(self, weights: Sequence[Weight], made: Sequence[tuple[torch.Tensor, ...]]) -> None:
         for weight, (codes, exponents) in zip(weights, made, strict=True):
-            amax = self.scratch.get("amax", tuple(exponents.shape), torch.float32, codes.device)
-            for rows in pieces(codes.shape[0], rows_per_piece(codes.shape[1])):
-                values = as_float(weight.tensor[rows], weight.dtype, self.scratch).view(-1, exponents.shape[1], GROUP)
-                amax[rows] = row_peaks(values, self.scratch)
-                scale = round_up_to_power_of_two(amax[rows].clamp(min=AMAX_FLOOR) / FP8_MAX)
-                exponents[rows] = (scale.view(torch.int32) >> 23).to(torch.uint8)
-                codes[rows] = divide(values, scale[..., None], FP8_MAX, self.scratch).flatten(1)
-            self.check(weight, amax)
+            self._encode(weight, codes, exponents)
+
+    def _encode(self, weight: Weight, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+        amax = self.kept("amax", exponents.shape, codes.device)
+
+        def strip(number: int, rows: slice, scratch: Scratch) -> None:
+            values = as_float(weight.tensor[rows], weight.dtype, scratch).view(-1, exponents.shape[1], GROUP)
+            amax[rows] = row_peaks(values)
+            scale = round_up_to_power_of_two(amax[rows].clamp(min=AMAX_FLOOR) / FP8_MAX)
+            exponents[rows] = (scale.view(torch.int32) >> 23).to(torch.uint8)
+            codes[rows] = divide(values, scale[..., None], FP8_MAX).flatten(1)
+
+        self.strips.each(weight.tensor, rows_per_piece(codes.shape[1]), strip)
+        self.check(weight, amax)

@@ -18,7 +18,7 @@ from stages.errors import ConfigError
 from stages.flow import TensorSpec
 from stages.quantize.base import Quantize, Weight
 from stages.quantize.scheme import Scheme
-from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, as_float, divide, peak, pieces, row_peaks, rows_per_piece
+from stages.quantize.strips import AMAX_FLOOR, FP8_MAX, Scratch, as_float, divide, row_peaks, rows_per_piece
 
 GROUP = 16
 FP4_MAX = 6.0
@@ -64,21 +64,26 @@ class Nvfp4(Quantize):
     def encode(self, weights: Sequence[Weight], made: Sequence[tuple[torch.Tensor, ...]]) -> None:
         peaks = []
         for weight in weights:
-            peaks.append(peak(weight.tensor, weight.dtype, self.scratch))
+            peaks.append(self.peak(weight))
             self.check(weight, peaks[-1])
         amax = torch.stack(peaks).amax().clamp(min=AMAX_FLOOR)
         # Two conventions, reciprocal to one another. compressed-tensors computes its own by way of 1 / amax.
         written = amax.reciprocal() * (FP8_MAX * FP4_MAX) if self._compressed else amax / (FP8_MAX * FP4_MAX)
         for weight, (packed, scales, total) in zip(weights, made, strict=True):
             total.copy_(written.view(total.shape))
-            for rows in pieces(packed.shape[0], rows_per_piece(2 * packed.shape[1])):
-                values = as_float(weight.tensor[rows], weight.dtype, self.scratch).view(-1, scales.shape[1], GROUP)
-                local = row_peaks(values, self.scratch) / FP4_MAX
-                local = local * written if self._compressed else local / written
-                scales[rows] = local.clamp_(_SMALLEST, FP8_MAX)
-                stored = scales[rows].float()
-                scale = stored / written if self._compressed else stored * written
-                packed[rows] = pack_fp4(divide(values, scale[..., None], FP4_MAX, self.scratch).flatten(1))
+            self._encode(weight, packed, scales, written)
+
+    def _encode(self, weight: Weight, packed: torch.Tensor, scales: torch.Tensor, written: torch.Tensor) -> None:
+        def strip(number: int, rows: slice, scratch: Scratch) -> None:
+            values = as_float(weight.tensor[rows], weight.dtype, scratch).view(-1, scales.shape[1], GROUP)
+            local = row_peaks(values) / FP4_MAX
+            local = local * written if self._compressed else local / written
+            scales[rows] = local.clamp_(_SMALLEST, FP8_MAX)
+            stored = scales[rows].float()
+            scale = stored / written if self._compressed else stored * written
+            packed[rows] = pack_fp4(divide(values, scale[..., None], FP4_MAX).flatten(1))
+
+        self.strips.each(weight.tensor, rows_per_piece(2 * packed.shape[1]), strip)
 
 
 def pack_fp4(values: torch.Tensor) -> torch.Tensor:

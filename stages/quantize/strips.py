@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -15,18 +17,18 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Scratch:
-    """Buffers that are made once and used for every piece, one per purpose, dtype and device."""
+    """Memory that is made once and used for every piece: one buffer per purpose and device."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._flat: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def get(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised memory of this shape, valid until the same purpose is asked for again."""
-        need = math.prod(shape)
-        flat = self._flat.get((purpose, dtype, device))
+        need = math.prod(shape) * dtype.itemsize
+        flat = self._flat.get((purpose, device))
         if flat is None or flat.numel() < need:
-            flat = self._flat[purpose, dtype, device] = torch.empty(need, dtype=dtype, device=device)
-        return flat[:need].view(shape)
+            flat = self._flat[purpose, device] = torch.empty(need, dtype=torch.uint8, device=device)
+        return flat[:need].view(dtype).view(shape)
 
     @property
     def nbytes(self) -> int:
@@ -34,6 +36,67 @@ class Scratch:
 
     def clear(self) -> None:
         self._flat.clear()
+
+
+class Strips:
+    """Works on a weight strip by strip, on as many strips at once as torch has threads.
+
+    Each thread runs whole strips with one-thread operations of its own: threads inside of each operation would have to meet
+    after every one of them, which costs more than it gains where strips fit the cache, and far more on busy cores.
+    """
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()  # of the calling thread
+        self._pool: ThreadPoolExecutor | None = None
+        self._size = 0
+        self._local = threading.local()
+        self._others: list[Scratch] = []
+
+    def each(self, weight: torch.Tensor, step: int, body: Callable[[int, slice, Scratch], None]) -> None:
+        """Call `body(number, rows, scratch)` for every `step` rows of a weight; in any order, in any thread."""
+        todo = enumerate(pieces(weight.shape[0], step))
+        threads = min(torch.get_num_threads(), -(-weight.shape[0] // step), weight.numel() // TILE)
+        if threads < 2 or weight.device.type != "cpu":
+            for number, rows in todo:
+                body(number, rows, self.scratch)
+            return
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number, rows = next(todo, (-1, slice(0)))
+                if number < 0:
+                    return
+                body(number, rows, self._local.scratch)
+
+        pool = self._workers(torch.get_num_threads())
+        done, _ = wait([pool.submit(work) for _ in range(threads)])
+        for each in done:
+            each.result()
+
+    @property
+    def nbytes(self) -> int:
+        return self.scratch.nbytes + sum(other.nbytes for other in self._others)
+
+    def close(self) -> None:
+        pool, self._pool, self._size = self._pool, None, 0
+        if pool is not None:
+            pool.shutdown(wait=True)
+        self._others.clear()
+        self.scratch.clear()
+
+    def _workers(self, count: int) -> ThreadPoolExecutor:
+        if self._pool is None or self._size < count:
+            self.close()
+            self._pool = ThreadPoolExecutor(count, "weightstream-quantize", initializer=self._begin)
+            self._size = count
+        return self._pool
+
+    def _begin(self) -> None:
+        torch.set_num_threads(1)  # of this thread
+        self._local.scratch = Scratch()
+        self._others.append(self._local.scratch)
 
 
 def pieces(length: int, step: int) -> Iterator[slice]:
@@ -52,47 +115,46 @@ def columns_per_piece(rows: int, block: int) -> int:
 
 
 def as_float(piece: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-    """A piece rounded to `dtype` where it is wider, as float32. Not to be written to: it may be `piece` itself."""
+    """A piece rounded to `dtype` where it is wider, as float32 in the one working buffer: `divide` works in place."""
     if _rounds(piece.dtype, dtype):
         piece = scratch.get("rounded", tuple(piece.shape), dtype, piece.device).copy_(piece)
-    if piece.dtype == torch.float32:
-        return piece
-    return scratch.get("float", tuple(piece.shape), torch.float32, piece.device).copy_(piece)
+    return scratch.get("work", tuple(piece.shape), torch.float32, piece.device).copy_(piece)
 
 
 def column_peaks(piece: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
     """Largest magnitude of each column as float32; infinite or NaN where a column holds such a value."""
-    shape, device = tuple(piece.shape), piece.device
     if piece.dtype in _HALVES and not _rounds(piece.dtype, dtype):
         # Without their sign, floats order like integers, which the reduction is several times faster on.
-        bits = scratch.get("bits", shape, torch.int16, device)
+        bits = scratch.get("work", tuple(piece.shape), torch.int16, piece.device)
         torch.bitwise_and(piece.view(torch.int16), 0x7FFF, out=bits)
         return bits.amax(0).view(piece.dtype).float()
-    return torch.abs(as_float(piece, dtype, scratch), out=_work(shape, device, scratch)).amax(0)
+    if piece.dtype == dtype == torch.float32:
+        return torch.abs(piece, out=scratch.get("work", tuple(piece.shape), dtype, piece.device)).amax(0)
+    return as_float(piece, dtype, scratch).abs_().amax(0)
 
 
-def row_peaks(values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+def row_peaks(values: torch.Tensor) -> torch.Tensor:
     """Largest magnitude along the last dimension of float32 `values`."""
-    return torch.abs(values, out=_work(tuple(values.shape), values.device, scratch)).amax(-1)
+    return torch.maximum(values.amax(-1), values.amin(-1).neg_())
 
 
-def peak(weight: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-    """Largest magnitude of a whole weight, 0-dim float32; infinite or NaN where it holds such a value."""
-    largest = torch.zeros((), dtype=torch.float32, device=weight.device)
-    for rows in pieces(weight.shape[0], rows_per_piece(weight.shape[1])):
-        if weight.shape[1]:
-            largest = torch.maximum(largest, column_peaks(weight[rows], dtype, scratch).amax())
-    return largest
-
-
-def divide(values: torch.Tensor, scale: torch.Tensor, limit: float, scratch: Scratch) -> torch.Tensor:
-    """`values / scale`, clamped to +-limit; in scratch memory.
+def divide(values: torch.Tensor, scale: torch.Tensor, limit: float) -> torch.Tensor:
+    """`values / scale`, clamped to +-limit; in place.
 
     The clamp is not idle: the quotient of a block's own maximum can be rounded to just above the limit, more so where
     the scale was rounded to a narrower dtype, and what a cast then does differs between machines.
     """
-    result = torch.div(values, scale, out=_work(tuple(values.shape), values.device, scratch))
-    return result.clamp_(-limit, limit)
+    return values.div_(scale).clamp_(-limit, limit)
+
+
+def quotient(
+    piece: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, limit: float, scratch: Scratch
+) -> torch.Tensor:
+    """The same for a piece that is not float32 yet, in the working buffer."""
+    if piece.dtype == dtype == torch.float32:
+        work = scratch.get("work", tuple(piece.shape), dtype, piece.device)
+        return torch.div(piece, scale, out=work).clamp_(-limit, limit)
+    return divide(as_float(piece, dtype, scratch), scale, limit)
 
 
 def store_scale(scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -119,7 +181,3 @@ def first_nonfinite(weight: torch.Tensor, dtype: torch.dtype) -> tuple[tuple[int
 def _rounds(held: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether `wanted` cannot hold every value of `held`."""
     return held != wanted and wanted.itemsize <= held.itemsize
-
-
-def _work(shape: tuple[int, ...], device: torch.device, scratch: Scratch) -> torch.Tensor:
-    return scratch.get("work", shape, torch.float32, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,15 @@ class TestNonFinite:
             stage.prepare(run)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 class TestMemory:
     def test_results_live_in_one_buffer_and_scratch_is_one_strip(self) -> None:
         groups = [group_of({f"model.layers.{i}.mlp.down_proj.weight": torch.randn(1024, 2048)}) for i in range(4)]
@@ -240,9 +251,9 @@ class TestMemory:
         [buffer] = stage._buffers.values()
         assert buffer.nbytes < 1024 * 2048 + 1024
         strip = 128 * 2048 * 4
-        assert stage.scratch.nbytes < 2 * strip + 16_384
+        assert stage.strips.nbytes < 2 * strip + 16_384
         stage.close()
-        assert stage.scratch.nbytes == 0
+        assert stage.strips.nbytes == 0
         assert not stage._buffers
 
     @pytest.mark.parametrize("name", FORMATS)
@@ -252,7 +263,7 @@ class TestMemory:
         for rows in (1024, 4096):
             stage = stage_of(format_, **own)
             parts_of(stage, torch.randn(rows, 1024).bfloat16())
-            sizes.append(stage.scratch.nbytes)
+            sizes.append(stage.strips.nbytes)
         # Largest magnitudes are kept for the whole weight: one float32 for each scale.
         scales = {"mxfp8": 32, "int4 groups of 32, zero points": 16}.get(name, 128)  # and one for each zero point
         assert sizes[1] - sizes[0] <= 3072 * 1024 // scales * 4
@@ -278,6 +289,37 @@ class TestMemory:
         assert not any(t.requires_grad for t in made.values())
         del made
         gc.collect()
+
+
+class TestThreads:
+    def test_strips_are_shared_out_and_errors_come_back(self) -> None:
+        from stages.quantize.strips import TILE, Scratch, Strips
+
+        before, running = torch.get_num_threads(), set(threading.enumerate())
+        torch.set_num_threads(3)
+        strips = Strips()
+        try:
+            seen: dict[int, tuple[int, int]] = {}
+            weight = torch.zeros(4096, TILE // 512)
+
+            def note(number: int, rows: slice, scratch: Scratch) -> None:
+                seen[number] = (rows.start, rows.stop)
+                assert torch.get_num_threads() == 1
+
+            strips.each(weight, 100, note)
+            assert [seen[n] for n in sorted(seen)] == [(i, min(i + 100, 4096)) for i in range(0, 4096, 100)]
+
+            def fail(number: int, rows: slice, scratch: Scratch) -> None:
+                if number == 7:
+                    raise ValueError("strip seven")
+
+            with pytest.raises(ValueError, match="strip seven"):
+                strips.each(weight, 100, fail)
+            assert torch.get_num_threads() == 3
+        finally:
+            strips.close()
+            torch.set_num_threads(before)
+        assert set(threading.enumerate()) <= running
 
 
 @settings(max_examples=25, deadline=None)
