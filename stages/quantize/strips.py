@@ -89,14 +89,18 @@ class Strips:
     def _workers(self, count: int) -> ThreadPoolExecutor:
         if self._pool is None or self._size < count:
             self.close()
-            self._pool = ThreadPoolExecutor(count, "weightstream-quantize", initializer=self._begin)
+            self._pool = ThreadPoolExecutor(
+                count, "weightstream-quantize", initializer=_begin, initargs=(self._local, self._others)
+            )
             self._size = count
         return self._pool
 
-    def _begin(self) -> None:
-        torch.set_num_threads(1)  # of this thread
-        self._local.scratch = Scratch()
-        self._others.append(self._local.scratch)
+
+def _begin(local: threading.local, scratches: list[Scratch]) -> None:
+    """Begin a worker; not a method: a thread that holds its pool's owner would keep both alive for ever."""
+    torch.set_num_threads(1)  # of this thread
+    local.scratch = Scratch()
+    scratches.append(local.scratch)
 
 
 def pieces(length: int, step: int) -> Iterator[slice]:

@@ -29,7 +29,8 @@ HOST = "127.0.0.1"
 MODEL = "model"  # the served name, in vLLM and SGLang
 READY_TIMEOUT = 300.0  # vLLM has been seen to take 110 s on busy cores
 SHM = Path("/dev/shm")
-OWN_SEGMENTS = ("psm_", "sem.mp-", "sgl")  # how engines name theirs; a trainer's shared memory is never touched
+# How engines name theirs; a trainer's shared memory is never touched.
+OWN_SEGMENTS = ("psm_", "sem.mp-", "sgl", "vllm_")
 MARK = "WEIGHTSTREAM_TEST_SERVER"
 # Ends the given process group once our end of its stdin closes: an engine must not outlive a killed test run.
 GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"

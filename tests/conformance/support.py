@@ -71,8 +71,8 @@ def shown(readme: Path) -> str:
 
 def _column(outcomes: Iterable[tuple[str, bool]]) -> str:
     every: dict[str, bool] = {}
-    for model, good in outcomes:
-        every[model] = every.get(model, True) and good
+    for model, fine in outcomes:
+        every[model] = every.get(model, True) and fine
     good = ", ".join(model for model, fine in sorted(every.items()) if fine)
     bad = ", ".join(model for model, fine in sorted(every.items()) if not fine)
     return "; ".join(part for part in (good, bad and f"**failed:** {bad}") if part) or "no"

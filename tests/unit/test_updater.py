@@ -315,9 +315,10 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize("where", ["stage", "put", "commit"])
 def test_ctrl_c_closes_everything_and_leaves_no_engine_half_loaded_in_service(where: str) -> None:
-    def threads() -> set[str]:
-        return {t.name for t in threading.enumerate() if t.name.startswith("weightstream") and "group" not in t.name}
+    def threads() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith("weightstream") and "group" not in t.name}
 
+    earlier = threads()
     with probed("http://a:1", "http://b:1", transport=IPC, wire="split", capacity=128) as updater:
         updater.update(Toy(1.0))
         a, b = engines_of(updater)
@@ -329,7 +330,7 @@ def test_ctrl_c_closes_everything_and_leaves_no_engine_half_loaded_in_service(wh
         with pytest.raises(KeyboardInterrupt):
             updater.update(Toy(2.0))
         assert probe_of(updater).log.count("closed generator") == 2
-        assert not threads()
+        assert not threads() - earlier
         report = updater.report.updates[-1]
         assert report.outcome == "tainted"
         assert not b.serving
