@@ -17,11 +17,13 @@ class References:
 
     `configured` (session.reference) holds for all engines. Else an engine's own word counts, if we can see that folder; only
     then `fallback`, which the caller vouches for: an engine may serve something else than the trainer started from.
+
+    Raises ConfigError for a given folder that is no checkpoint, even where an engine's own word makes it needless.
     """
 
     def __init__(self, configured: str | Path | None, fallback: str | Path | None) -> None:
         self._configured = Checkpoint(configured) if configured is not None else None
-        self._fallback = fallback
+        self._fallback = Checkpoint(fallback) if fallback is not None else None
         self._by_folder: dict[str, Checkpoint] = {}
         self._by_engine: dict[str, tuple[str, Checkpoint | None]] = {}  # URL -> (incarnation, checkpoint)
 
@@ -48,9 +50,18 @@ class References:
             named = None
         if named and (Path(named) / "config.json").is_file():
             try:
-                return self.open(named)
+                found = self.open(named)
             except ConfigError as error:
                 log.warning("engine %s serves %s, which cannot be read: %s", engine.url, named, error)
+            else:
+                if self._fallback is not None and self._fallback.specs != found.specs:
+                    log.warning(
+                        "engine %s serves %s, whose tensors differ from those of reference=%s; the engine's word counts",
+                        engine.url,
+                        named,
+                        self._fallback.folder,
+                    )
+                return found
         if self._fallback is None:
             log.warning(
                 "engine %s: nothing says what it expects, so preflight cannot check; set session.reference to its "
@@ -59,5 +70,9 @@ class References:
             )
             return None
         if named is None or not Path(named).is_dir():
-            log.info("engine %s names no checkpoint that is visible here; compared with %s", engine.url, self._fallback)
-        return self.open(str(self._fallback))
+            log.info(
+                "engine %s names no checkpoint that is visible here; compared with %s",
+                engine.url,
+                self._fallback.folder,
+            )
+        return self._fallback

@@ -123,6 +123,8 @@ class WeightUpdater:
             with run.comm.together("open"):
                 for stage in self._stages:
                     stage.open(run)
+                last = run.transport.last_version() if run.comm.is_head else 0
+            self._numbers_from = run.comm.meet("last version", last)[0]
         except BaseException:
             self.close()
             raise
@@ -188,8 +190,9 @@ class WeightUpdater:
 
         With `engines`, only those of them: a rolling update is one call per part of the fleet, with one `version`.
 
-        `version` defaults to a running number. Collective over all trainer ranks. Returns a report whose outcome is committed;
-        raises UpdateFailed (with the report), or ConfigError, PreflightError and the like when nothing was touched.
+        `version` defaults to a running number, which goes on from what `transport.path` holds (disk). Collective over all
+        trainer ranks. Returns a report whose outcome is committed; raises UpdateFailed (with the report), or ConfigError,
+        PreflightError and the like when nothing was touched.
         """
         with self._updating:
             return self._update(model, version, engines)
@@ -201,7 +204,7 @@ class WeightUpdater:
         run.model = model
         self._asked = engines
         # A failed update may have left its number on some engine: other weights never get it.
-        number = sum(u.outcome != REFUSED for u in self.report.updates) + 1
+        number = self._numbers_from + sum(u.outcome != REFUSED for u in self.report.updates) + 1
         run.version = str(number if version is None else version)
         if not run.version:
             raise ConfigError("version is empty; give a text or a number, or leave it out")

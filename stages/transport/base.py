@@ -42,6 +42,10 @@ class Transport(Stage):
     def leave(self, engine: Engine) -> None:
         """Forget what was set up with this engine."""
 
+    def last_version(self) -> int:
+        """The highest numbered version that earlier runs left here; default numbers go on from it."""
+        return 0
+
     def publish(self, run: Run) -> None:
         """All buckets were acknowledged: make them visible, where that is a step of its own (disk)."""
 

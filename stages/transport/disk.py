@@ -80,6 +80,9 @@ class Disk(Transport):
     def close(self) -> None:
         self._drop()
 
+    def last_version(self) -> int:
+        return max((int(p.name) for p in self.path.iterdir() if p.name.isdecimal()), default=0)
+
     def prepare(self, run: Run) -> None:
         if not run.comm.is_head:
             return

@@ -14,6 +14,8 @@ import mmap
 import os
 import pickle
 import struct
+import threading
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 64
 _HOLDERS = 1 << 30
 
+_starting = threading.Lock()
+_manager_started = False
+
 
 class Segment:
     """One shared buffer of `nbytes`, touched once. The creator is the only one who removes the file.
@@ -41,7 +46,8 @@ class Segment:
         free = room.f_bavail * room.f_frsize
         if need > free:
             raise _no_room(need, free)
-        self._storage: Any = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
+        with _detached_manager():
+            self._storage: Any = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
         _, handle, _ = self._storage._share_filename_cpu_()
         self.name: str = handle.decode().lstrip("/")
         self.nbytes = nbytes
@@ -65,6 +71,28 @@ class Segment:
         """Remove the file; memory that is still mapped somewhere stays valid there."""
         with contextlib.suppress(FileNotFoundError):
             (SHM_DIR / self.name).unlink()
+
+
+@contextlib.contextmanager
+def _detached_manager() -> Iterator[None]:
+    """Let `torch_shm_manager`, which the first segment starts, inherit /dev/null as stderr instead of ours.
+
+    It lives as long as any engine maps a segment, and `train.py 2>&1 | tee log` would wait for it that long.
+    """
+    global _manager_started
+    with _starting:
+        if _manager_started:
+            yield
+            return
+        kept, null = os.dup(2), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(null, 2)
+        try:
+            yield
+            _manager_started = True
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(null)
 
 
 def _no_room(need: int, free: int) -> TransportError:

@@ -341,6 +341,17 @@ def test_no_process_group_is_made(updater: WeightUpdater) -> None:
         assert not {"join", "leave", "attach"} & set(engine.log)
 
 
+def test_default_versions_go_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
+    for name in ("step-9", "7"):
+        (tmp_path / name).mkdir(parents=True)
+    with updater_for(
+        ["http://a:1"],
+        transport={"_target_": "stages.transport.disk.Disk", "path": str(tmp_path)},
+        wire="folder",
+    ) as later:
+        assert [later.update(Toy(value)).version for value in (1.0, 2.0)] == ["8", "9"]
+
+
 def test_a_version_whose_commit_fails_is_gone_and_its_name_free(updater: WeightUpdater, tmp_path: Path) -> None:
     updater.update(Toy(1.0))
     engine: FakeEngine = engines_of(updater)[1]

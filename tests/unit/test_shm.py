@@ -8,8 +8,11 @@ import io
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +128,27 @@ def test_a_killed_process_takes_its_own_segments_with_it_and_no_others(
     assert not theirs.exists()
     segment.memory.fill_(5)
     assert child.call(look, segment.name, 1000) == bytes([5]) * 1000
+
+
+SENDER = """
+import sys
+from stages.transport.shm import Segment, handle_pickle
+segment = Segment(1000)
+handle = handle_pickle(segment.memory)
+sys.stdout.buffer.write(len(handle).to_bytes(4, "little") + handle)
+sys.stdout.flush()
+sys.stdin.read()
+print("at the end", file=sys.stderr)
+"""
+
+
+def test_what_waits_for_a_trainer_s_output_waits_for_the_trainer_alone() -> None:
+    """torch's manager process lives on while an engine maps a segment, and with it whatever it inherited."""
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=PIPE, stdout=PIPE, stderr=PIPE) as sender:
+        assert sender.stdout is not None
+        held = pickle.loads(sender.stdout.read(int.from_bytes(sender.stdout.read(4), "little")))
+        out, errors = sender.communicate(timeout=60)
+    assert (held.shape, out, errors) == ((1000,), b"", b"at the end\n")
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

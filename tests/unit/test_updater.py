@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from support.fakes import FakeEngine, Toy, engines_of, updater_for
 
+from pipelines.reference import References
 from pipelines.updater import WeightUpdater
+from stages.backends.base import EngineState
 from stages.base import GroupMapper, Stage
 from stages.errors import CompositionError, ConfigError, PlanMismatch, PreflightError, UpdateFailed
 from stages.flow import Bucket, Group, GroupSpec, Shipment
@@ -408,6 +411,24 @@ def test_an_engine_that_restarted_is_checked_again(tmp_path: Path) -> None:
         engine.path = str(reference(tmp_path / "two", other))
         with pytest.raises(PreflightError, match=r"norm\.weight"):
             updater.update(Toy(2.0))
+
+
+def test_a_reference_that_does_not_exist_is_refused_whatever_engines_say(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        WeightUpdater.from_config(["engines=remote", "engines.urls=[http://a:1]"], reference=tmp_path / "nowhere")
+
+
+def test_a_reference_that_the_engine_contradicts_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = SimpleNamespace(
+        url="http://a:1", state=EngineState(), model_path=lambda: str(reference(tmp_path / "served", Toy()))
+    )
+    other = reference(tmp_path / "other", torch.nn.Linear(2, 2))
+    found = References(None, other).of(engine)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.folder == tmp_path / "served"
+    assert (
+        f"http://a:1 serves {tmp_path / 'served'}, whose tensors differ from those of reference={other}" in caplog.text
+    )
 
 
 # -- composition ------------------------------------------------------------------------------------------------------------
