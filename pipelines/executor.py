@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.base import Stage
 from stages.errors import CompositionError
-from stages.flow import Delivery
+from stages.flow import Delivery, GroupSpec
 from stages.run import Clock, Run
 
 
@@ -32,6 +32,19 @@ def check_chain(stages: Sequence[Stage]) -> None:
             )
     if last.produces is not Delivery:
         raise CompositionError(f"{_name(last)} is the last stage but delivers to no engine; end with notify_engines")
+
+
+def plan_chain(stages: Sequence[Stage], run: Run) -> None:
+    """Set `run.plan` from what the first stage says, anew where that or the wire's rules changed; else it serves on."""
+    specs: tuple[GroupSpec, ...] = tuple(stages[0].plan((), run))
+    key = (specs, run.wire)
+    if key == run.planned and run.plan is not None:
+        return
+    run.planned = None
+    run.gathered = specs
+    for stage in stages[1:]:
+        specs = tuple(stage.plan(specs, run))
+    run.planned = key
 
 
 def run_chain(stages: Sequence[Stage], run: Run) -> list[Delivery]:

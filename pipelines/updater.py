@@ -16,7 +16,7 @@ import torch
 
 from pipelines import config, preflight
 from pipelines.compose import compose_backend, compose_chain, compose_timeouts, transport_of
-from pipelines.executor import run_chain
+from pipelines.executor import plan_chain, run_chain
 from pipelines.launch import EngineLauncher
 from pipelines.reference import References
 from pipelines.report import ABORTED, COMMITTED, REFUSED, TAINTED, EngineReport, Report, UpdateReport
@@ -26,7 +26,6 @@ from pipelines.verify import Expectation
 from stages.backends.base import Engine, Keys
 from stages.comm import Comm
 from stages.errors import ConfigError, EngineError, UpdateFailed, WeightstreamError
-from stages.flow import GroupSpec
 from stages.gather.checkpoint import Checkpoint
 from stages.run import Clock, Run
 
@@ -73,7 +72,6 @@ class WeightUpdater:
         self._known: list[Engine] = []
         self._asked: Sequence[str] | None = None  # the engines of the current update; None: all
         self._opened = False
-        self._planned: tuple[object, ...] | None = None
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
         self._background: ThreadPoolExecutor | None = None
         self._updating = threading.Lock()
@@ -387,20 +385,11 @@ class WeightUpdater:
         return [EngineReport(url, REFUSED, error=str(error)) for url, error in self._missed.items()]
 
     def _plan(self) -> None:
-        """Plan anew when the metadata changed; else the last plan, its layout and its hash serve on."""
         run = self._run
         checkpoint = self._reference()
         run.expected = checkpoint.specs if checkpoint else None
         run.reference = checkpoint.folder if checkpoint else None
-        specs: tuple[GroupSpec, ...] = tuple(self._stages[0].plan((), run))
-        key = (specs, run.wire)
-        if key == self._planned and run.plan is not None:
-            return
-        self._planned = None
-        run.gathered = specs
-        for stage in self._stages[1:]:
-            specs = tuple(stage.plan(specs, run))
-        self._planned = key
+        plan_chain(self._stages, run)
 
     def _reference(self) -> Checkpoint | None:
         """The checkpoint of the first engine that has one; other ranks follow what rank 0 found."""

@@ -88,6 +88,7 @@ class Run:
     expected: dict[str, TensorSpec] | None = None  # what the engines' checkpoint holds, where known
     gathered: tuple[GroupSpec, ...] = ()  # what the first stage yields, in order
     plan: Plan | None = None
+    planned: tuple[object, ...] | None = None  # what `plan` was made from
     folder: str | None = None  # where a disk transport published this version, as engines see it
     reference: Path | None = None  # HF checkpoint folder that describes the model
     update: int = 0  # counts every attempt of this updater

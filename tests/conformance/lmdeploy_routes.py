@@ -5,8 +5,8 @@ handlers, key and sleep middleware, health monitor, AsyncEngine's sleep bookkeep
 methods, FlattenedTensorBucket, the models with their loaders (fusing, slicing, block fp8) and their finalization.
 
 What stands in: the engine and its ray executor (`Engine`; rank 0 in this process, each further rank in its own), four
-names of torch.cuda, the rewriting of a handle's device (`unpickle`), and sleep level 2: after wakeup the weights are
-NaN where a GPU would show uninitialized memory. There is no text generation.
+names of torch.cuda, the rewriting of a handle's device (`unpickle`), the kernels of expert parallelism, and sleep level 2:
+after wakeup the weights are NaN where a GPU would show uninitialized memory. There is no text generation.
 
 Two routes are ours: GET /_debug/params (per rank {parameter: {sha256, dtype, shape}}) and GET /_debug/state (counters).
 """
@@ -65,6 +65,16 @@ def replace_cuda():
         mock.patch(f"torch.cuda.{name}", value).start()
 
 
+def leave_out_expert_kernels():
+    """Expert parallelism without DeepGEMM and DeepEP, which only a forward pass would use."""
+    from lmdeploy.pytorch.backends.cuda.moe import default
+
+    def init(self, ep_size, ep_group, top_k, num_experts, hidden_dim, renormalize=False, **_):
+        default.TritonFusedMoEImpl.__init__(self, top_k, num_experts, renormalize)
+
+    mock.patch.object(default.FusedMoEEPImpl, "__init__", init).start()
+
+
 def unpickle(data):
     """ForkingPickler.loads. The agent then writes its device index into args[6] of each handle (rebuild, args), which
     is meant for rebuild_cuda_tensor; args of any other rebuild function are moved out of the way of that."""
@@ -92,20 +102,22 @@ def _call(rebuild, args, *_):
 class Rank:
     """A BaseModelAgent with a model and a place in the tensor-parallel group, and without all that needs a GPU."""
 
-    def __init__(self, model_dir, rank, tp):
+    def __init__(self, model_dir, rank, tp, ep=1):
         replace_cuda()
+        if ep > 1:
+            leave_out_expert_kernels()
         torch.set_num_threads(1)
         mock.patch(f"{AGENT}.ForkingPickler", types.SimpleNamespace(loads=unpickle)).start()
         from lmdeploy.pytorch.weight_loader.model_weight_loader import load_model_weights
 
         self.model_dir = model_dir
         self.level = self.updates = self.errors = 0
-        self.agent = self._make_agent(rank, tp)
+        self.agent = self._make_agent(rank, tp, ep)
         self.model = self._build()
         with self.agent.all_context():
             load_model_weights(self.model, str(model_dir), device=torch.device("cpu"))
 
-    def _make_agent(self, rank, tp):
+    def _make_agent(self, rank, tp, ep):
         from lmdeploy.pytorch.config import DistConfig
         from lmdeploy.pytorch.devices import DeviceContext
         from lmdeploy.pytorch.distributed import DistContext, DistGroup
@@ -115,7 +127,8 @@ class Rank:
         groups = dict.fromkeys(("tp_group", "attn_tp_group", "mlp_tp_group", "moe_tp_group"), group)
         agent = BaseModelAgent.__new__(BaseModelAgent)  # its constructor needs a GPU
         agent.device_ctx = DeviceContext("cuda")
-        agent.dist_ctx = DistContext(rank=rank, dist_config=DistConfig(tp=tp), **groups)
+        layout = DistConfig(dp=ep, dp_rank=rank, ep=ep) if ep > 1 else DistConfig(tp=tp)
+        agent.dist_ctx = DistContext(rank=rank, dp_rank=layout.dp_rank, ep_rank=rank % ep, dist_config=layout, **groups)
         agent.memdecode_agent = agent._update_params_ipc_tensor = agent._update_params_ipc_event = None
         agent._model_update_group = {}
         agent.state = types.SimpleNamespace(is_sleeping=False)
@@ -246,9 +259,9 @@ class Engine:
     """Where LMDeploy has MPEngine, Engine and RayExecutor: fans each call out to all ranks and reduces their
     answers."""
 
-    def __init__(self, model_dir, tp):
+    def __init__(self, model_dir, tp, ep=1, ep_rank=0):
         others = [RankProcess(model_dir, rank, tp) for rank in range(1, tp)]
-        self.ranks = [Rank(model_dir, 0, tp), *others]
+        self.ranks = [Rank(model_dir, ep_rank, tp, ep), *others]
         for process in others:
             process.answer()  # it is built
         self.pool = ThreadPoolExecutor(tp)
@@ -336,11 +349,13 @@ def main():
     parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1, help="a server for each rank; this is one of so many")
+    parser.add_argument("--ep-rank", type=int, default=0)
     parser.add_argument("--api-key")
     args = parser.parse_args()
     import uvicorn
 
-    app = make_app(Engine(args.model, args.tp), args.model, args.api_key)
+    app = make_app(Engine(args.model, args.tp, args.ep, args.ep_rank), args.model, args.api_key)
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="info")
 
 

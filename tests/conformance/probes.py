@@ -131,10 +131,14 @@ def stock_update(server: EngineServer, folder: Path) -> None:
         ask(server, "POST", "/update_weights", {"serialized_named_tensors": [payload] * server.tp, "finished": True})
 
 
-def expected_lmdeploy_params(folder: Path, names: Sequence[str], rank: int, tp: int) -> dict[str, str]:
-    """What `lmdeploy_params` must say of a rank that holds this checkpoint, computed from the file."""
+def expected_lmdeploy_params(folder: Path, names: Sequence[str], rank: int, tp: int, ep: int = 1) -> dict[str, str]:
+    """What `lmdeploy_params` must say of a rank that holds this checkpoint, computed from the file.
+
+    With `ep` > 1 it holds everything but the experts whole, and of these its share.
+    """
     state = load_file(folder / "model.safetensors")
-    return {name: _sha256(_lmdeploy_param(name, state, rank, tp)) for name in names}
+    whole = {name: _lmdeploy_param(name, state, 0 if ep > 1 else rank, tp) for name in names}
+    return {name: _sha256(t.chunk(ep)[rank] if ".experts." in name else t) for name, t in whole.items()}
 
 
 # How LMDeploy 0.18.0 lays out its parameters: q/k/v and gate/up fused along rows and split by rows within each of them,
@@ -163,9 +167,9 @@ def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def assert_lmdeploy_holds(server: EngineServer, folder: Path) -> None:
-    """Assert that LMDeploy holds exactly this checkpoint, parameter by parameter, on every rank."""
-    for rank, found in enumerate(lmdeploy_params(server)):
-        expected = expected_lmdeploy_params(folder, list(found), rank, server.tp)
+def assert_lmdeploy_holds(server: EngineServer, folder: Path, ep: int = 1, ep_rank: int = 0) -> None:
+    """Assert that LMDeploy holds exactly this checkpoint, parameter by parameter, on every rank of this server."""
+    for rank, found in enumerate(lmdeploy_params(server), start=ep_rank):
+        expected = expected_lmdeploy_params(folder, list(found), rank, server.tp, ep)
         wrong = [name for name in found if found[name] != expected[name]]
         assert not wrong, f"rank {rank}: {len(wrong)} of {len(found)} parameters differ from {folder.name}: {wrong[:5]}"
