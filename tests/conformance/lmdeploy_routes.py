@@ -123,7 +123,7 @@ class Rank:
         from lmdeploy.pytorch.distributed import DistContext, DistGroup
         from lmdeploy.pytorch.engine.model_agent.agent import BaseModelAgent
 
-        group = DistGroup(rank=rank)
+        group = DistGroup(rank=0 if ep > 1 else rank)
         groups = dict.fromkeys(("tp_group", "attn_tp_group", "mlp_tp_group", "moe_tp_group"), group)
         agent = BaseModelAgent.__new__(BaseModelAgent)  # its constructor needs a GPU
         agent.device_ctx = DeviceContext("cuda")
