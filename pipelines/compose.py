@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from pipelines.config import STAGES, build
@@ -10,6 +11,9 @@ from pipelines.executor import check_chain
 from stages.backends.base import Backend
 from stages.base import Stage
 from stages.errors import CompositionError
+from stages.gather import GatherParams
+from stages.quantize.auto import Auto
+from stages.quantize.base import Quantize
 from stages.run import Timeouts
 from stages.transport.base import Transport
 
@@ -29,6 +33,9 @@ def compose_chain(settings: Mapping[str, Any], backend: Backend) -> list[Stage]:
         if node is not None:
             stages.append(build(node, Stage))
     check_chain(stages)
+    for first, second in pairwise(stages):
+        if isinstance(first, GatherParams) and isinstance(second, Auto | Quantize):
+            first.encoder = second
     backend.check(transport_of(stages).name)
     return stages
 

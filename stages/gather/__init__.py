@@ -12,6 +12,7 @@ from stages.base import Stage
 from stages.bucket import parse_size
 from stages.errors import ConfigError
 from stages.flow import Group, GroupSpec, TensorSpec, dtype_of
+from stages.gather.ahead import Ahead, Encoder
 from stages.gather.checkpoint import Checkpoint
 from stages.gather.exchange import Exchange
 from stages.gather.group import OwnGroup
@@ -33,6 +34,9 @@ class GatherParams(Stage):
     `dtype` is the dtype on the wire of floating-point tensors: "auto" takes the engine's own per tensor where its checkpoint
     is known and leaves the rest as they are. `keep_dtype` maps glob patterns of names to dtypes that win over it: a router's
     correction bias must stay float32, or tokens go to other experts. The cast itself happens while packing.
+
+    With an `encoder`, the quantize stage right behind, ranks quantize their shares before they travel wherever that gives
+    the same bytes; that time counts as gathering.
     """
 
     produces = Group
@@ -53,6 +57,9 @@ class GatherParams(Stage):
         self._described = Description()
         self._agreed: list[tuple[str, bool]] | None = None  # what all ranks said when the layout was made
         self._layout = Layout([], [], {}, ())
+        self.encoder: Encoder | None = None
+        self._ahead: Ahead | None = None
+        self._ahead_of: tuple[object, ...] = ()
         self._specs: tuple[GroupSpec, ...] = ()
         self._exchange: Exchange | None = None
         self._group: OwnGroup | None = None
@@ -70,10 +77,10 @@ class GatherParams(Stage):
         whole_group = self._agree(run)
         if not self._layout.leaves:
             raise ConfigError("the model has no tensors to send")
-        planned = tuple(group_specs([self._wire_spec(leaf, run) for leaf in self._layout.leaves], self._layout.aliases))
+        planned, layout = self._plan(run)
         if self._exchange is None or planned != self._specs:
             self._specs = planned
-            self._exchange = Exchange(self._layout, planned, self.batch, run.comm.rank, run.comm.world_size)
+            self._exchange = Exchange(layout, planned, self.batch, run.comm.rank, run.comm.world_size)
         if self._exchange.collective and not whole_group:
             self._leave()
             self._group = OwnGroup(run)
@@ -95,7 +102,10 @@ class GatherParams(Stage):
         self._streaming = True
         try:
             with self._source:
-                yield from self._exchange.stream(self._described.tensors, self._group, self._works)
+                tensors = self._described.tensors
+                if self._ahead is not None:
+                    tensors = self._ahead.tensors(tensors)
+                yield from self._exchange.stream(tensors, self._group, self._works)
             self._streaming = False
         finally:
             if self._streaming:
@@ -111,6 +121,18 @@ class GatherParams(Stage):
         self._leave()
         self._exchange, self._agreed = None, None
         self._source, self._described = None, Description()
+
+    def _plan(self, run: Run) -> tuple[tuple[GroupSpec, ...], Layout]:
+        """The groups that are streamed, and the layout of what they are put together from."""
+        specs = {leaf.name: self._wire_spec(leaf, run) for leaf in self._layout.leaves}
+        if self.encoder is None or run.comm.world_size == 1:
+            return tuple(group_specs(list(specs.values()), self._layout.aliases)), self._layout
+        key = (self._layout, run.expected, run.reference)
+        if self._ahead is None or any(a is not b for a, b in zip(key, self._ahead_of, strict=True)):
+            self._ahead, self._ahead_of, self._exchange = Ahead(self._layout, specs, self.encoder, run), key, None
+        made, layout = self._ahead.made, self._ahead.layout
+        wire = [made.get(leaf.name) or specs[leaf.name] for leaf in layout.leaves]
+        return tuple(group_specs(wire, layout.aliases)), layout
 
     def _agree(self, run: Run) -> bool:
         """Bring `self._layout` up to date with all ranks. Returns whether all of them still have the process group."""

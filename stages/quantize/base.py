@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -78,6 +78,7 @@ class Quantize(Stage):
         self.look_ahead = look_ahead
         self.strips = Strips()
         self._steps: dict[GroupSpec, _Step] = {}
+        self._ahead: dict[str, tuple[TensorSpec, tuple[TensorSpec, ...]]] = {}  # weights that gather quantizes
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._told: set[str] = set()
 
@@ -106,6 +107,38 @@ class Quantize(Stage):
         self._steps = {spec: self._step(spec, picked, run.expected or {}) for spec in specs}
         self._buffers.clear()
         return [step.out for step in self._steps.values()]
+
+    def ahead(
+        self, weights: Iterable[TensorSpec], run: Run
+    ) -> Mapping[str, tuple[tuple[int, int], tuple[TensorSpec, ...]]]:
+        """What gather may make of shares of these weights, see stages.gather.ahead; other formats need whole weights."""
+        rules = replace(self._rules(run), skipped=self.skip)
+        self._ahead = {}
+        found = {}
+        for spec in weights:
+            if not _eligible(spec) or not rules.wants(_module(spec.name)):
+                continue
+            rows, columns = spec.shape
+            block = self.block_of((rows, columns))
+            made = tuple(self._as_expected(out, run.expected or {}) for out in self.outputs(spec))
+            grid = (-(-rows // block[0]), -(-columns // block[1]))
+            if [out.shape for out in made] == [spec.shape, grid]:
+                found[spec.name] = block, made
+                self._ahead[spec.name] = spec, made
+        return found
+
+    def encode_share(self, name: str, share: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Codes and scales of rows and columns of a weight. Raises NonFinite."""
+        _, (codes, scales) = self._ahead[name]
+        block = self.block_of((share.shape[0], share.shape[1]))
+        grid = [-(-size // step) for size, step in zip(share.shape, block, strict=True)]
+        made = (
+            torch.empty(share.shape, dtype=codes.dtype, device=share.device),
+            torch.empty(grid, dtype=scales.dtype, device=share.device),
+        )
+        with torch.no_grad():
+            self.encode([Weight(name, share, dtype)], [made])
+        return made
 
     def _rules(self, run: Run) -> Rules:
         scheme = scheme_of(run.reference) if run.reference is not None else None
@@ -165,7 +198,7 @@ class Quantize(Stage):
             for group, step in self._steps.items()
             for t, parts in zip(group.tensors, step.parts, strict=True)
             if parts is not None
-        }
+        } | {name: spec.dtype for name, (spec, _) in self._ahead.items()}
         source = source_of(run.model)
         with torch.no_grad(), source:
             for name, share in source.shares(run.comm.rank):
