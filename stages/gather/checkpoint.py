@@ -16,7 +16,7 @@ from stages.errors import ConfigError
 from stages.flow import TensorSpec
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = {
+SAFETENSORS_DTYPES = {  # https://huggingface.co/docs/safetensors
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -148,7 +148,7 @@ def read_header(file: Path) -> list[TensorSpec]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(stream.read(length))
         specs = [
-            TensorSpec(name, _DTYPES[info["dtype"]], tuple(info["shape"]))
+            TensorSpec(name, SAFETENSORS_DTYPES[info["dtype"]], tuple(info["shape"]))
             for name, info in header.items()
             if name != "__metadata__"
         ]

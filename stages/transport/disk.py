@@ -29,25 +29,13 @@ import torch
 from stages.digest import bytes_digest
 from stages.errors import ConfigError, TransportError
 from stages.flow import Bucket, BucketLayout, Plan, Shipment
+from stages.gather.checkpoint import SAFETENSORS_DTYPES
 from stages.run import Run
 from stages.transport.base import Transport
 from stages.transport.messages import DiskMessage
 
 MANIFEST = "weightstream.json"
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_DTYPES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Disk(Transport):
