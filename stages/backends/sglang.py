@@ -128,9 +128,8 @@ class SglangEngine(Engine):
             self._end("commit")
             self._session = False
         if self._pause != "in_place":
-            self.admin.post(
-                "/flush_cache", "flush", self.timeouts.control, query={"timeout": self.timeouts.control / 2}
-            )
+            # At once: with a timeout it would wait for the retracted requests too, which wait for us.
+            self.admin.post("/flush_cache", "flush", self.timeouts.control)
         body = {"new_version": run.version, "abort_all_requests": False}
         self._succeed("/update_weight_version", "commit", body, self.timeouts.control)
 

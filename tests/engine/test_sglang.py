@@ -270,6 +270,15 @@ def test_in_place_keeps_kv_so_that_a_flush_fails_after_the_weights_changed(
     assert [span["version"] for span in spans] == ["default", "b"]
 
 
+def test_a_flush_with_a_timeout_waits_for_what_was_retracted_too(engine: LocalEngine) -> None:
+    running = engine.probe_later(200)
+    engine.post("/pause_generation", {"mode": "retract"})
+    assert engine.post("/flush_cache?timeout=0.1").status_code == 400
+    assert engine.post("/flush_cache").status_code == 200
+    engine.post("/continue_generation", {})
+    assert running.result(30).status_code == 200
+
+
 def test_an_unpaused_update_waits_for_running_requests(engine: LocalEngine) -> None:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
     running = engine.later("/generate", body)

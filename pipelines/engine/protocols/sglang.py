@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -161,14 +161,17 @@ class Sglang(Protocol):
             self.engine.scheduler.abort()
 
     def flush(self, timeout: float) -> bool:
-        """Refused while something runs; what waits does not matter while paused in the scheduler."""
+        """Refused while something runs; what waits does not matter while paused in the scheduler.
+
+        With a timeout it does matter: the wait is for a scheduler without any request.
+        """
         scheduler = self.engine.scheduler
-        frozen = self.pause_mode in ("retract", "in_place")
-        idle: Callable[[], bool] = lambda: not scheduler.running and (frozen or not scheduler.waiting)  # noqa: E731
         deadline = time.monotonic() + timeout
-        while not idle() and time.monotonic() < deadline:
+        while timeout and (scheduler.running or scheduler.waiting):
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.01)
-        if not idle():
+        if scheduler.running or (scheduler.waiting and self.pause_mode not in ("retract", "in_place")):
             return False
         scheduler.flush()
         return True
