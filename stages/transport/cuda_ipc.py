@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from torch.multiprocessing import reductions
 from stages.errors import TransportError
 
 DEVICE_ARG = 6  # index of the device among the arguments: the receiver puts its own there
+# Of the arguments of rebuild_cuda_tensor: class, size, stride, offset, storage class, dtype, device, handle, its size and
+# offset in bytes, requires_grad, shared memory that counts the holders and where in it, event, whether to wait for it.
+_KINDS: tuple[Any, ...] = (
+    *(type, tuple, tuple, int, type, torch.dtype, int | str | None, bytes | None, int, int, bool),
+    *(bytes, int, bytes, bool),
+)
 _TYPES: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "UntypedStorage": torch.UntypedStorage,
@@ -39,17 +46,46 @@ def open_handle(handles: list[dict[str, Any]], device: torch.device) -> torch.Te
 
     Raises TransportError listing both sides' UUIDs when there is none.
     """
-    mine = device_uuid(device)
-    found = next((h for h in handles if h["uuid"] == mine), None)
-    if found is None:
+    if device.type != "cuda":
         raise TransportError(
-            f"no CUDA IPC handle for this GPU {mine}: the trainer exported {[h['uuid'] for h in handles]}. Each engine rank "
+            f"CUDA IPC handles cannot be opened on {device}; the trainer and the engine must both run on GPU"
+        )
+    mine = device_uuid(device)
+    uuids = [h.get("uuid") if isinstance(h, dict) else None for h in _listed(handles)]
+    if mine not in uuids:
+        raise TransportError(
+            f"no CUDA IPC handle for this GPU {mine}: the trainer exported {uuids}. Each engine rank "
             f"must share its GPU with a trainer rank; check CUDA_VISIBLE_DEVICES on both sides"
         )
-    args = from_json(found["args"])
+    args = from_json(_listed(handles[uuids.index(mine)].get("args")))
+    check_handle_args(args)
     args[DEVICE_ARG] = device.index
-    tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*args)
+    try:
+        tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*args)
+    except RuntimeError as error:
+        raise TransportError(f"the CUDA IPC handle for GPU {mine} cannot be opened: {error}") from error
     return tensor
+
+
+def check_handle_args(args: list[Any]) -> None:
+    """Raise TransportError unless these are what torch's sender hands over, as types and as names of shared memory.
+
+    torch decrements a counter in whatever shared memory the handle names.
+    """
+    fits = len(args) == len(_KINDS) and all(isinstance(a, k) for a, k in zip(args, _KINDS, strict=True))
+    if fits:
+        numbers = [*args[1], *args[2], args[3], args[8], args[9], args[12]]
+        fits = args[0] is torch.Tensor and args[4] in (torch.UntypedStorage, torch.storage.TypedStorage)
+        fits = fits and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        fits = fits and re.fullmatch(rb"/torch_[A-Za-z0-9_-]{1,200}", args[11]) is not None
+    if not fits:
+        raise TransportError(f"CUDA IPC handle: malformed arguments {[type(a).__name__ for a in args]}")
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TransportError(f"CUDA IPC handle: a {type(value).__name__} where a list belongs")
+    return value
 
 
 def pickle_for_vllm(handles: list[dict[str, Any]]) -> str:

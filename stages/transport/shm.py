@@ -13,6 +13,7 @@ import io
 import mmap
 import os
 import pickle
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from stages.transport.cuda_ipc import DEVICE_ARG, device_uuid
 SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 64
 _HOLDERS = 1 << 30
+_NAME = re.compile(r"torch_[A-Za-z0-9_-]{1,200}")
 
 _starting = threading.Lock()
 _manager_started = False
@@ -51,7 +53,8 @@ class Segment:
         _, handle, _ = self._storage._share_filename_cpu_()
         self.name: str = handle.decode().lstrip("/")
         self.nbytes = nbytes
-        with open(SHM_DIR / self.name, "r+b", buffering=0) as file:
+        fd = os.open(SHM_DIR / self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(fd, "r+b", buffering=0) as file:
             try:
                 # Reserve the pages: a full /dev/shm is an error here, not a SIGBUS at the first write.
                 os.posix_fallocate(file.fileno(), 0, need)
@@ -107,28 +110,39 @@ def attach(name: str, nbytes: int) -> torch.Tensor:
 
     Raises TransportError when it does not exist, is not ours to open, or is smaller than `nbytes`.
     """
-    if not isinstance(name, str) or "/" in name or not name.startswith("torch_"):
-        raise TransportError(f"{name!r} is not the name of a shared-memory segment of ours")
-    if not isinstance(nbytes, int) or nbytes < 0:
-        raise TransportError(f"shared memory {name}: {nbytes!r} is no number of bytes")
-    path = SHM_DIR / name
+    fd = _open(name, nbytes)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise TransportError(
-            f"cannot open shared memory {path}: {error.strerror}; the sender is gone, or this engine does not share "
-            f"/dev/shm with it (containers need --ipc=host or a common /dev/shm)"
-        ) from error
-    try:
-        size = os.fstat(fd).st_size
-        if size < nbytes + HEADER_BYTES:
-            raise TransportError(f"shared memory {path} has {size} bytes, {nbytes + HEADER_BYTES} expected")
         mapped = mmap.mmap(fd, nbytes + HEADER_BYTES)
     finally:
         os.close(fd)
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES, count=nbytes)
+
+
+def check_segment(name: str, nbytes: int) -> None:
+    """Raise TransportError where `attach` would."""
+    os.close(_open(name, nbytes))
+
+
+def _open(name: str, nbytes: int) -> int:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise TransportError(f"{name!r} is not the name of a shared-memory segment of ours")
+    if type(nbytes) is not int or not 0 <= nbytes < 1 << 62:
+        raise TransportError(f"shared memory {name}: {nbytes!r} is no number of bytes")
+    path = SHM_DIR / name
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TransportError(
+            f"cannot open shared memory {path}: {error.strerror}; the sender is gone, or this engine does not share "
+            f"/dev/shm with it (containers need --ipc=host or a common /dev/shm)"
+        ) from error
+    size = os.fstat(fd).st_size
+    if size < nbytes + HEADER_BYTES:
+        os.close(fd)
+        raise TransportError(f"shared memory {path} has {size} bytes, {nbytes + HEADER_BYTES} expected")
+    return fd
 
 
 class _HandlePickler(ForkingPickler):

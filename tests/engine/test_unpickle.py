@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.engine.unpickle import BlockedError, Metadata, loads
+from pipelines.engine.pickles import BlockedError, Metadata, PayloadError
+from pipelines.engine.unpickle import loads
 
 TENSOR = torch.arange(6.0, dtype=torch.bfloat16)
 
@@ -51,7 +52,7 @@ def test_metadata_becomes_a_class_of_ours() -> None:
 
 
 def test_fp8_tensors_by_value_fail_as_they_do_in_sglang() -> None:
-    with pytest.raises(AttributeError, match="dtype"):
+    with pytest.raises(PayloadError, match="AttributeError.*dtype"):
         loads(pickle.dumps([("w", torch.zeros(4).to(torch.float8_e4m3fn))]))
 
 
@@ -102,7 +103,7 @@ def test_dotted_and_private_ways_to_a_global_are_refused(name: bytes) -> None:
     ],
 )
 def test_nothing_that_a_payload_names_can_be_changed(name: bytes, state: bytes) -> None:
-    with pytest.raises((BlockedError, AttributeError, TypeError)):
+    with pytest.raises(PayloadError):
         loads(name + state + b"b.")
     assert not hasattr(torch.Tensor, "x")
     assert not hasattr(Metadata, "x")
@@ -111,7 +112,7 @@ def test_nothing_that_a_payload_names_can_be_changed(name: bytes, state: bytes) 
 def test_a_storage_that_carries_code_is_not_unpickled() -> None:
     inner = pickle.dumps(Reduces(os.system, "true"), 2)
     payload = Reduces(torch.storage._load_from_bytes, inner)
-    with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|blocked|invalid"):
+    with pytest.raises(PayloadError):
         loads(pickle.dumps(payload))
 
 
@@ -126,7 +127,7 @@ def test_persistent_ids_are_refused() -> None:
         loads(b"Pabc\n.")
 
 
-@pytest.mark.parametrize("data", [b"", b"not a pickle", b"\x80\x04."])
+@pytest.mark.parametrize("data", [b"", b"not a pickle", b"\x80\x04.", b"\x80\x04K", b"(", b"h\x00."])
 def test_malformed_payloads_raise(data: bytes) -> None:
-    with pytest.raises((EOFError, pickle.UnpicklingError, IndexError)):
+    with pytest.raises(PayloadError):
         loads(data)

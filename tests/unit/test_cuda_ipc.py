@@ -28,7 +28,7 @@ ARGS: tuple[Any, ...] = (
     2048,
     512,
     False,
-    b"\x02counter",
+    b"/torch_4711_1804289383_0",
     7,
     b"\x03event",
     True,

@@ -59,9 +59,12 @@ class Loader:
         """Whether the engine's loader skips this known name: by default a tied alias, whose owner is sent instead."""
         return name in self.weights.tied
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], outcome: Outcome) -> None:
+    def load(self, tensors: Iterable[tuple[Any, torch.Tensor]], outcome: Outcome) -> None:
         """Apply whole tensors in order; the first one that fails ends it, earlier ones stay applied."""
         for name, value in tensors:
+            if not isinstance(name, str):
+                outcome.error = f"a tensor is called by a {type(name).__name__}"
+                return
             if self.skips(name):
                 continue
             try:

@@ -15,7 +15,8 @@ import torch
 
 from pipelines.engine.loading.base import Loader, Outcome
 from pipelines.engine.loading.flattened import split_elements
-from pipelines.engine.unpickle import BlockedError, Call, loads
+from pipelines.engine.pickles import BlockedError, Call
+from pipelines.engine.unpickle import loads
 from pipelines.engine.weights import SCALE_SUFFIX, quantize
 from stages.errors import TransportError
 from stages.flow import dtype_of
