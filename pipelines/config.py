@@ -23,11 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pipelines import schema
 from pipelines.checks import STAGES as STAGES
 from pipelines.checks import check, none_missing
+from pipelines.redact import redacted as redacted
+from pipelines.redact import refuse_secrets
 from pipelines.suggest import did_you_mean, explain
 from stages.errors import ConfigError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-SECRETS = ("WEIGHTSTREAM_API_KEY", "WEIGHTSTREAM_ADMIN_KEY")
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ def compose_config(overrides: list[str], *, with_hydra: bool = False) -> DictCon
 
 def precheck(overrides: list[str], *, sweep: bool) -> None:
     """Refuse what cannot work before Hydra creates or saves anything. Of a sweep, its first job is looked at."""
+    refuse_secrets(overrides)
     if sweep:
         overrides = _first_of_each(overrides)
     config = compose_config(overrides, with_hydra=True)
@@ -114,23 +116,6 @@ def build(node: Mapping[str, Any], base: type[T], **extra: Any) -> T:
     if needed:
         raise ConfigError(f"{target} needs {', '.join(needed)}\n  set it beside _target_")
     return found(**given)
-
-
-def redacted(tree: T) -> T:
-    """The same tree with the values of the key variables, should one have got in, replaced by ***."""
-    secrets = [value for name in SECRETS if (value := os.environ.get(name))]
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {clean(k): clean(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [clean(v) for v in value]
-        if isinstance(value, str):
-            for secret in secrets:
-                value = value.replace(secret, "***")
-        return value
-
-    return clean(tree)  # type: ignore[no-any-return]
 
 
 def start_folder() -> str:

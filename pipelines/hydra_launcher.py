@@ -12,6 +12,7 @@ environment of one job reach the next.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pickle
@@ -34,7 +35,7 @@ from omegaconf import DictConfig, open_dict
 
 from pipelines import config as settings
 from pipelines.cli.job import STATUS, Status, describe
-from stages.errors import ConfigError
+from stages.errors import ConfigError, WeightstreamError
 
 _GRACE_SECONDS = 15.0
 _PLUGIN_MODULE = "hydra_plugins.weightstream"
@@ -135,14 +136,19 @@ class SubprocessLauncher(Launcher):
         job.copier.join(_GRACE_SECONDS)
         path = Path(job.status.folder) / STATUS
         if path.is_file():
-            job.status = Status.read(path)
+            try:
+                job.status = Status.read(path)
+                job.status.read_report()
+            except WeightstreamError as error:
+                job.status.exit_code, job.status.error = code or 1, str(error)
         else:  # it did not live to write one
             job.status.exit_code = code if code > 0 else 128 - code if code else 1
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             job.status.error = f"the process was {how}" if code < 0 else f"the process {how}"
             job.status.traceback = _tail(Path(job.status.folder) / "output.log")
             job.status.write()
-        job.status.read_report()
+            with contextlib.suppress(WeightstreamError):
+                job.status.read_report()
 
     def _answer(self, job: _Job) -> JobReturn:
         # Always "completed": Hydra would raise the first failure and forget the rest. The summary lists all of them.

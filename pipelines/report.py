@@ -25,6 +25,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipelines.redact import redacted
+from stages.errors import WeightstreamError
+
 COMMITTED, ABORTED, TAINTED, REFUSED = "committed", "aborted", "tainted", "refused"
 _WORST_FIRST = (TAINTED, ABORTED, REFUSED, COMMITTED)
 PHASES = (
@@ -102,19 +105,72 @@ class Report:
         return next((u.version for u in reversed(self.updates) if u.outcome == COMMITTED), None)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "outcome": self.outcome,
-            "version": self.version,
-            "updates": [asdict(u) for u in self.updates],
-            "config": self.config,
-            "libraries": library_versions(),
-        }
+        return redacted(
+            {
+                "outcome": self.outcome,
+                "version": self.version,
+                "updates": [asdict(u) for u in self.updates],
+                "config": self.config,
+                "libraries": library_versions(),
+            }
+        )
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the old file or the new one."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         os.replace(temporary, path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises WeightstreamError for anything else."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightstreamError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise WeightstreamError(f"{path} holds no JSON object")
+    return values
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report.json, its parts of the right kinds. Raises WeightstreamError for a file that is no report."""
+    report = read_object(path)
+    try:
+        _check(report, _REPORT)
+        for update in report["updates"]:
+            _check(update, _UPDATE)
+            for seconds in update["seconds"].values():
+                _check({"seconds": seconds}, {"seconds": _NUMBER})
+            for engine in update["engines"]:
+                _check(engine, _ENGINE)
+    except TypeError as error:
+        raise WeightstreamError(f"{path} is no report: {error}") from error
+    return report
+
+
+_TEXT: Any = str | None
+_NUMBER: Any = float | int | None
+_REPORT = {"outcome": str, "version": _TEXT, "updates": list}
+_UPDATE: dict[str, Any] = {
+    "version": str,
+    "outcome": str,
+    "error": _TEXT,
+    "seconds": dict,
+    "engines": list,
+    "bytes": int,
+}
+_UPDATE |= dict.fromkeys(("gb_per_s", "limit_gb_per_s", "limit_fraction"), _NUMBER)
+_ENGINE = {"url": str, "outcome": str, "version": _TEXT, "verified": _TEXT, "error": _TEXT}
+
+
+def _check(values: Any, kinds: dict[str, Any]) -> None:
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__} where an object belongs")
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} is a {type(value).__name__}")
 
 
 @cache

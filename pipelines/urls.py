@@ -29,7 +29,7 @@ def normalize(url: str) -> str:
             f"engine URL {_shown(text)!r}: scheme {scheme!r} is not http or https\n  write http://host:port"
         )
     netloc = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    if "@" in netloc:
+    if "@" in rest:
         raise ConfigError(
             f"engine URL {_shown(text)!r} holds a user name or password, which would end up in logs and saved configs\n"
             "  leave it out; an engine's key goes into WEIGHTSTREAM_API_KEY"
@@ -79,7 +79,7 @@ def _assemble(scheme: str, rest: str, text: str) -> str:
 
 def _shown(text: str) -> str:
     """The URL without user name and password, for messages."""
-    return re.sub(r"(^|://)[^/@\s]*@", r"\1***@", text)
+    return re.sub(r"(\w+:/+)?\S*@", r"\1***@", text)
 
 
 def _with_brackets(netloc: str) -> str:

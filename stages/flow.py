@@ -14,6 +14,8 @@ import xxhash
 
 from stages.errors import PlanMismatch
 
+_MAX_DIMENSIONS = 64  # torch's own limit
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> `"bfloat16"`, the spelling that engines and our wires use."""
@@ -151,7 +153,7 @@ def plan_from_json(data: Any) -> Plan:
     once and whole, in order, and for a wrong hash.
     """
     try:
-        specs = tuple(TensorSpec(_text(n), dtype_of(_text(d)), tuple(map(_whole, s))) for n, d, s in data["tensors"])
+        specs = tuple(TensorSpec(_text(n), dtype_of(_text(d)), _shape(s)) for n, d, s in data["tensors"])
         buckets = tuple(
             BucketLayout(
                 seq,
@@ -161,7 +163,7 @@ def plan_from_json(data: Any) -> Plan:
             for seq, (nbytes, entries) in enumerate(data["buckets"])
         )
         expected = _text(data["hash"])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise PlanMismatch(f"malformed plan: {type(error).__name__}: {error}") from error
     _check_entries(specs, buckets)
     plan = Plan(tuple(GroupSpec((s,)) for s in specs), buckets)
@@ -177,9 +179,15 @@ def _text(value: Any) -> str:
 
 
 def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
         raise ValueError(f"a {type(value).__name__} where a whole number from 0 belongs")
     return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        raise ValueError(f"a {type(value).__name__} where a shape of at most {_MAX_DIMENSIONS} dimensions belongs")
+    return tuple(map(_whole, value))
 
 
 def _check_entries(specs: tuple[TensorSpec, ...], buckets: tuple[BucketLayout, ...]) -> None:

@@ -78,10 +78,29 @@ def _hand_over(entry: Entry, memory: torch.Tensor, sink: Sink, digest: RunningDi
         sink(entry.spec, entry.start + start, piece)
 
 
+_LONGEST_WAIT = 1e6  # seconds
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("transport", "master_address", "group_name", "backend", "plan_hash"), (str,)),
+    **dict.fromkeys(("slot_bytes", "master_port", "rank_offset", "world_size"), (int,)),
+    **dict.fromkeys(("segments", "handles"), (list, tuple)),
+    "timeout": (int, float),
+    "plan": (dict, type(None)),
+    "digest": (str, type(None)),
+}
+
+
 def _parse(cls: type, info: dict[str, Any]) -> Any:
+    """`info` as a `cls`, each value of the right kind. Raises TransportError for whatever else a stranger sent."""
+    if not isinstance(info, dict):
+        raise TransportError(f"{cls.__name__}: a {type(info).__name__} where an object belongs")
     known = {f.name for f in fields(cls)}
-    if unknown := sorted(set(info) - known):
-        raise TransportError(f"{cls.__name__}: unknown keys {unknown}, known are {sorted(known)}")
+    if unknown := sorted(map(str, set(info) - known)):
+        raise TransportError(f"{cls.__name__}: unknown keys {unknown[:5]}, known are {sorted(known)}")
+    for name, value in info.items():
+        if not isinstance(value, _KINDS.get(name, object)) or isinstance(value, bool):
+            raise TransportError(f"{cls.__name__}: {name} is a {type(value).__name__}")
+    if not 0 < info.get("timeout", 1) <= _LONGEST_WAIT:
+        raise TransportError(f"{cls.__name__}: timeout {info['timeout']} s is not within 0 to {_LONGEST_WAIT:.0f}")
     try:
         return cls(**info)
     except TypeError as error:
@@ -151,6 +170,8 @@ class Receiver:
             source.close()
 
     def _expect(self, info: UpdateInfo) -> BucketLayout:
+        if type(info.seq) is not int or type(info.update) is not int:
+            raise PlanMismatch(f"bucket {info.seq!r} of update {info.update!r}: both are whole numbers")
         if info.seq == ABORT_SEQ:
             self._update, self._next = None, 0
             raise PlanMismatch("the trainer gave this update up")
@@ -177,7 +198,7 @@ class _Slots:
         self._slots += [open_handle(handles, device) for handles in info.handles]
 
     def fetch(self, layout: BucketLayout, slot: int | None) -> torch.Tensor:
-        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
+        if type(slot) is not int or not 0 <= slot < len(self._slots):
             raise TransportError(f"bucket {layout.seq}: slot {slot} is not one of the {len(self._slots)} mapped")
         if layout.nbytes > self._slots[slot].numel():
             raise TransportError(f"bucket {layout.seq} of {layout.nbytes} bytes exceeds its slot")
@@ -201,7 +222,11 @@ class _Broadcast:
             info.timeout,
         )
         self._group = BroadcastGroup.join(init, info.rank_offset + rank, device)
-        self._buffer = torch.zeros(info.slot_bytes, dtype=torch.uint8, device=device)
+        try:
+            self._buffer = torch.zeros(info.slot_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, OverflowError, MemoryError) as error:
+            self._group.destroy()
+            raise TransportError(f"init_info: no buffer of {info.slot_bytes} bytes: {error}") from error
 
     def fetch(self, layout: BucketLayout, slot: int | None) -> torch.Tensor:
         if layout.nbytes > self._buffer.numel():

@@ -15,6 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from pipelines import config
+from pipelines.redact import redacted
+from pipelines.report import read_object, read_report
 from stages.errors import ConfigError, WeightstreamError
 
 log = logging.getLogger("weightstream")
@@ -40,7 +42,7 @@ class Status:
         return self.exit_code != 0
 
     def write(self) -> None:
-        values = asdict(self) | {"status": "failed" if self.failed else "completed"}
+        values = redacted(asdict(self)) | {"status": "failed" if self.failed else "completed"}
         del values["report"]
         target = Path(self.folder) / STATUS
         unfinished = target.with_suffix(".tmp")
@@ -49,13 +51,19 @@ class Status:
 
     @classmethod
     def read(cls, path: Path) -> Status:
-        values = json.loads(path.read_text())
+        """Raises WeightstreamError for a file that is no status."""
+        values = read_object(path)
+        kinds = {"number": int, "exit_code": int, "overrides": list, "folder": str}
+        wrong = [n for n, kind in kinds.items() if type(values.get(n)) is not kind]
+        words = [values.get("error") or "", values.get("traceback") or "", *([] if wrong else values["overrides"])]
+        if wrong or not all(isinstance(w, str) for w in words):
+            raise WeightstreamError(f"{path} is no status of a job")
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def read_report(self) -> None:
-        """Take in the job's report.json, if it came that far."""
+        """Take in the job's report.json, if it came that far. Raises WeightstreamError for a file that is none."""
         path = Path(self.folder) / REPORT
-        self.report = json.loads(path.read_text()) if path.is_file() else None
+        self.report = read_report(path) if path.is_file() else None
 
 
 def run(cfg: DictConfig) -> Status:
@@ -92,7 +100,7 @@ def describe(hydra: Any) -> Status:
 
 def show(error: Exception) -> None:
     """What is wrong, and what to do; without the traceback."""
-    print(f"weightstream: {error}", file=sys.stderr)
+    print(redacted(f"weightstream: {error}"), file=sys.stderr)
 
 
 def _keep(status: Status, error: Exception) -> None:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 
-from pipelines.engine.settings import Settings, check_exposure
+from pipelines.engine.settings import Settings, check_exposure, is_loopback
 from stages.errors import ConfigError
 
 API_KEY = "WEIGHTSTREAM_ENGINE_API_KEY"
@@ -72,6 +72,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         group_timeout=arguments.group_timeout,
         max_body_bytes=arguments.max_body_bytes,
         scale_out=arguments.enable_scale_out,
+        exposed=not is_loopback(arguments.host),
         api_key=os.environ.pop(API_KEY, None) or None,
         admin_key=os.environ.pop(ADMIN_KEY, None) or None,
     )

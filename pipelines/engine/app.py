@@ -20,8 +20,9 @@ from pipelines.engine.common import PREFIX, Common
 from pipelines.engine.engine import Engine, FatalError
 from pipelines.engine.protocols.base import Protocol
 from pipelines.engine.schema import InvalidRequestError
-from pipelines.engine.web import Call, Endpoint, Handler
+from pipelines.engine.web import Call, Endpoint, Handler, has_key
 
+_HEALTH = {"/health", "/health_generate", "/ready"}
 CONCURRENT_CALLS = 512  # every request waiting for tokens holds a thread
 
 
@@ -70,7 +71,7 @@ def _endpoint(protocol: Protocol, handler: Handler, limit: int) -> Callable[[Req
         if data is None:
             return JSONResponse(protocol.error(413, f"the body exceeds {limit} bytes"), 413)
         gone = threading.Event()
-        call = Call(request.method, request.url.path, request.query_params, request.headers, data, gone)
+        call = Call(request.method, request.scope["path"], request.query_params, request.headers, data, gone)
         watch = asyncio.create_task(_watch_client(request, gone))
         try:
             return await run_in_threadpool(_run, protocol, handler, call)
@@ -126,7 +127,12 @@ class Gate:
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refuse(self, request: Request) -> Response | None:
-        path = request.url.path
+        path: str = request.scope["path"]  # request.url is made from the Host header, which is the client's
+        if "origin" in request.headers and not self._known(request):
+            words = "a web page asks: the embedded engine takes that with its key only"
+            return JSONResponse(self._protocol.error(403, words), 403)
+        if self._protocol.settings.exposed and path not in _HEALTH and not self._known(request):
+            return JSONResponse(self._protocol.error(401, "Unauthorized"), 401)
         if path.startswith(PREFIX):
             refusal = self._protocol.guarded_by_key(request.headers)
         else:
@@ -135,3 +141,8 @@ class Gate:
         if refusal is None and self._protocol.engine.dead is not None and not readable:
             refusal = self._protocol.dead()
         return refusal
+
+    def _known(self, request: Request) -> bool:
+        """Whether it carries one of our keys, if there are any."""
+        settings = self._protocol.settings
+        return any(has_key(request.headers, key) for key in (settings.api_key, settings.admin_key) if key)

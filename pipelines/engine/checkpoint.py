@@ -11,8 +11,7 @@ import torch
 from safetensors import safe_open
 
 from stages.errors import ConfigError
-
-INDEX = "model.safetensors.index.json"
+from stages.gather.checkpoint import index_of
 
 
 class Checkpoint:
@@ -21,15 +20,17 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
+            if not (self.folder / "config.json").is_file():
+                raise FileNotFoundError("no such file")
             self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
+            if not isinstance(self.config, dict):
+                raise ValueError("no JSON object")
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self.folder} is not a Hugging Face checkpoint: config.json: {error}") from error
         self.files = self._files()
 
     def _files(self) -> list[Path]:
-        index = self.folder / INDEX
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if names := sorted(set(index_of(self.folder).values())):
             return [self.folder / name for name in names]
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
@@ -49,11 +50,11 @@ class Checkpoint:
         settings = self.config.get("quantization_config")
         if settings is None:
             return None
-        block = settings.get("weight_block_size")
-        dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
-        if settings.get("quant_method") != "fp8" or not block or not dynamic:
-            raise ConfigError(
-                f"{self.folder}: the embedded engine serves unquantized and block-fp8 checkpoints (quant_method "
-                f"fp8 with weight_block_size); this one says {json.dumps(settings)}"
-            )
-        return int(block[0]), int(block[1])
+        match settings:
+            case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if rows > 0 and columns > 0:
+                if settings.get("activation_scheme", "dynamic") == "dynamic":
+                    return rows, columns
+        raise ConfigError(
+            f"{self.folder}: the embedded engine serves unquantized and block-fp8 checkpoints (quant_method "
+            f"fp8 with weight_block_size); this one says {json.dumps(settings)}"
+        )

@@ -108,6 +108,8 @@ class Engine:
         ends = frozenset() if more.pop("ignore_eos", True) else frozenset(self.model.end_tokens)
         generator = None
         if (seed := more.pop("seed", None)) is not None:
+            if type(seed) is not int or not -(1 << 63) <= seed < 1 << 63:
+                raise ValueError(f"a {type(seed).__name__} is no seed of 64 bits")
             generator = torch.Generator().manual_seed(seed)
         return Generation(rid or uuid.uuid4().hex, prompt, limit, temperature, ends, generator)
 

@@ -42,7 +42,8 @@ class Generation:
         """Append the next token: the likeliest one, or a sampled one where a temperature is set."""
         logprobs = torch.log_softmax(logits, -1)
         if self.temperature > 0 and bool(torch.isfinite(logprobs).all()):
-            weights = torch.softmax(logits / self.temperature, -1)
+            # from the largest down: a tiny temperature then gives the likeliest token, and never NaN
+            weights = torch.softmax((logits - logits.max()) / self.temperature, -1)
             token = int(torch.multinomial(weights, 1, generator=self.generator))
         else:
             token = int(logprobs.argmax())

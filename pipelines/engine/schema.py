@@ -103,7 +103,7 @@ def number(value: Any) -> float:
         raise ValueError("Input should be a valid number")
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError("Input should be a valid number, unable to parse string as a number") from None
 
 

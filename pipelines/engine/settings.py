@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.errors import ConfigError
@@ -18,7 +18,10 @@ SUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked on creation; raises ConfigError. Keys come from the environment, never from the command line."""
+    """Checked on creation; raises ConfigError. Keys come from the environment, never from the command line.
+
+    `exposed`: other machines reach it, so that every route asks for a key, also where the real engine's does not.
+    """
 
     model: str
     backend: str
@@ -31,8 +34,9 @@ class Settings:
     group_timeout: float = 1800.0
     max_body_bytes: int = 1 << 30
     scale_out: bool = False
-    api_key: str | None = None
-    admin_key: str | None = None
+    exposed: bool = False
+    api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.backend not in EMULATED:
@@ -58,15 +62,17 @@ class Settings:
         return self.backend != "lmdeploy" if self.prefix_cache == "auto" else self.prefix_cache == "on"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_exposure(host: str, api_key: str | None) -> None:
     """Raises ConfigError for an address that others can reach while no key is set: payloads change the weights."""
-    if api_key:
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
+    if not api_key and not is_loopback(host):
         raise ConfigError(
             f"host: {host} can be reached from other machines; set WEIGHTSTREAM_ENGINE_API_KEY in the engine's "
             f"environment, or listen on 127.0.0.1"

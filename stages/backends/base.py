@@ -91,8 +91,8 @@ class Engine(ABC):
         self.tp = tp
         self.timeouts = timeouts
         self.state = EngineState()
-        self.admin = Http(url, keys.admin, timeouts.connect)
-        self.api = Http(url, keys.api, timeouts.connect)
+        self.admin = Http(url, keys.admin, timeouts.connect, (keys.api,))
+        self.api = Http(url, keys.api, timeouts.connect, (keys.admin,))
 
     def close(self) -> None:
         self.admin.close()
@@ -169,4 +169,5 @@ class Engine(ABC):
 
     def fail(self, phase: str, message: str, **details: Any) -> EngineError:
         """An error of this engine, to be raised."""
-        return EngineError(self.url, phase, message, **details)
+        details["body"] = self.api.clean(details.get("body", ""))
+        return EngineError(self.url, phase, self.api.clean(message), **details)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import requests
@@ -17,9 +18,10 @@ class Http:
     Raises EngineUnreachable when no answer came, EngineError for any answer that is not 2xx.
     """
 
-    def __init__(self, base: str, key: str | None, connect_timeout: float) -> None:
+    def __init__(self, base: str, key: str | None, connect_timeout: float, secrets: Iterable[str | None] = ()) -> None:
+        """`secrets` are further texts, besides the key, that must not come back in an error."""
         self.base = base.rstrip("/")
-        self._key = key
+        self._secrets = sorted({form for s in (key, *secrets) if s for form in (s, json.dumps(s)[1:-1])}, key=len)
         self._connect = connect_timeout
         self._session = requests.Session()
         self._session.trust_env = False  # proxy variables and .netrc never apply to engines
@@ -54,9 +56,9 @@ class Http:
             raise EngineError(
                 self.base,
                 phase,
-                f"{method} {path} answered {response.status_code}: {self._clean(_words(response))}",
+                f"{method} {path} answered {response.status_code}: {self.clean(_words(response))}",
                 status=response.status_code,
-                body=self._clean(response.text),
+                body=self.clean(response.text),
             )
         if not response.content:
             return None
@@ -68,9 +70,9 @@ class Http:
             raise EngineError(
                 self.base,
                 phase,
-                f"{method} {path} answered {response.status_code} with broken JSON: {self._clean(_words(response))}",
+                f"{method} {path} answered {response.status_code} with broken JSON: {self.clean(_words(response))}",
                 status=response.status_code,
-                body=self._clean(response.text),
+                body=self.clean(response.text),
             ) from error
 
     def raw(
@@ -108,16 +110,19 @@ class Http:
                     ) from error
         raise AssertionError("unreachable")
 
-    def _clean(self, text: str) -> str:
-        """Without our key, should the answer repeat it."""
-        return text.replace(self._key, "***") if self._key else text
+    def clean(self, text: str) -> str:
+        """Without our keys, should the answer repeat them."""
+        for secret in reversed(self._secrets):
+            text = text.replace(secret, "***")
+        return text
 
 
 def expect_dict(http: Http, answer: Any, phase: str, path: str) -> dict[str, Any]:
     """The answer if it is a JSON object. Raises EngineError otherwise (an HTML page with 200, a list, nothing)."""
     if isinstance(answer, dict):
         return answer
-    raise EngineError(http.base, phase, f"{path} answered no JSON object: {str(answer)[:200]!r}", body=str(answer))
+    words = http.clean(str(answer))
+    raise EngineError(http.base, phase, f"{path} answered no JSON object: {words[:200]!r}", body=words)
 
 
 def _words(response: requests.Response) -> str:

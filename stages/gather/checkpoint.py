@@ -103,23 +103,36 @@ class CheckpointReader:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or not isinstance(config.get("text_config") or {}, dict):
         raise ConfigError(f"{file} holds no JSON object")
     return config
 
 
-def _read_headers(folder: Path) -> dict[str, Placed]:
+def index_of(folder: Path) -> dict[str, str]:
+    """Which file of the folder holds which tensor, as the index says; empty where there is none.
+
+    Raises ConfigError for a damaged index, and for one that names a file outside of the folder.
+    """
     index = folder / INDEX
-    if index.is_file():
-        try:
-            weight_map = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{index} is no safetensors index: {error}") from error
-        files = [folder / name for name in dict.fromkeys(weight_map.values())]
-    else:
-        weight_map, files = {}, sorted(folder.glob("*.safetensors"))
+    if not index.is_file():
+        return {}
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+            raise TypeError("weight_map does not map names to files")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{index} is no safetensors index: {error}") from error
+    for name in dict.fromkeys(found.values()):
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ConfigError(f"{index} names {name!r}, which is no file of its folder")
+    return found
+
+
+def _read_headers(folder: Path) -> dict[str, Placed]:
+    weight_map = index_of(folder)
+    files = [folder / name for name in dict.fromkeys(weight_map.values())] or sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
             f"{folder} holds no safetensors file; convert the checkpoint with transformers' save_pretrained"
@@ -131,7 +144,9 @@ def _read_headers(folder: Path) -> dict[str, Placed]:
                 found[spec.name] = Placed(spec, file)
     missing = sorted(set(weight_map) - set(found))
     if missing:
-        raise ConfigError(f"{index} lists {len(missing)} tensors that its files do not hold, first {missing[0]}")
+        raise ConfigError(
+            f"{folder / INDEX} lists {len(missing)} tensors that its files do not hold, first {missing[0]}"
+        )
     return found
 
 
@@ -147,14 +162,24 @@ def read_header(file: Path) -> list[TensorSpec]:
             if not 2 <= length <= min(size - 8, 100_000_000):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(stream.read(length))
-        specs = [
-            TensorSpec(name, SAFETENSORS_DTYPES[info["dtype"]], tuple(info["shape"]))
-            for name, info in header.items()
-            if name != "__metadata__"
-        ]
-        end = max((info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"), default=0)
+        specs, end = [], 0
+        for name, info in header.items():
+            if name == "__metadata__":
+                continue
+            spec = TensorSpec(name, SAFETENSORS_DTYPES[info["dtype"]], tuple(map(_whole, info["shape"])))
+            first, last = map(_whole, info["data_offsets"])
+            if last - first != spec.nbytes:
+                raise ValueError(f"{name} of {spec.nbytes} bytes lies from {first} to {last}")
+            specs.append(spec)
+            end = max(end, last)
         if 8 + length + end != size:
             raise ValueError(f"{size} bytes long, its header says {8 + length + end}")
         return specs
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ConfigError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:50]!r} where a whole number from 0 belongs")
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,16 @@ def scheme_of(folder: Path) -> Scheme | None:
     file = folder / "config.json"
     if not file.is_file():
         return None
-    config = json.loads(file.read_text())
-    text = config.get("text_config") or {}
-    found = config.get("quantization_config") or text.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return None
+    try:
+        config = json.loads(file.read_text())
+        text = config.get("text_config") or {}
+        found = config.get("quantization_config") or text.get("quantization_config") or config.get("compression_config")
+        return _scheme(found, file) if found else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, re.error) as error:
+        raise ConfigError(f"{file}: malformed: {type(error).__name__}: {error}") from error
+
+
+def _scheme(found: Mapping[str, Any], file: Path) -> Scheme:
     method = found.get("quant_method")
     if method == "fp8":
         return _fp8(found, file)
@@ -67,15 +73,26 @@ def _fp8(found: Mapping[str, Any], file: Path) -> Scheme:
 
 
 def _ignored(found: Mapping[str, Any]) -> list[str]:
-    return [*(found.get("ignored_layers") or ()), *(found.get("modules_to_not_convert") or ())]
+    return [*_texts(found.get("ignored_layers")), *_texts(found.get("modules_to_not_convert"))]
+
+
+def _texts(value: object) -> list[str]:
+    """A list of module names and `re:` patterns. Raises TypeError or re.error for what is none."""
+    names = value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{str(value)[:100]!r} is no list of names")
+    for name in names:
+        if name.startswith("re:"):
+            re.compile(name[3:])
+    return names
 
 
 def _compressed(found: Mapping[str, Any], file: Path) -> Scheme:
     groups = list((found.get("config_groups") or {}).values())
     if not groups:
         raise ConfigError(f"{file}: compressed-tensors without config_groups")
-    ignore = list(found.get("ignore") or ())
-    targets = [target for group in groups for target in group.get("targets") or ()]
+    ignore = _texts(found.get("ignore"))
+    targets = [target for group in groups for target in _texts(group.get("targets"))]
     rules = Rules.compressed(ignore, targets)
     schemes = {_compressed_group(group, rules, file) for group in groups}
     if len(schemes) > 1:

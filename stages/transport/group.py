@@ -90,6 +90,10 @@ class BroadcastGroup:
     @classmethod
     def join(cls, init: GroupInit, rank: int, device: torch.device | str = "cpu") -> BroadcastGroup:
         """Join as `rank` (1..). Blocks until all ranks joined; raises TransportError after `init.timeout` seconds."""
+        if not 0 < init.master_port < 1 << 16 or not 0 <= rank < init.world_size < 1 << 20:
+            raise TransportError(
+                f"group {init.group_name}: rank {rank} of {init.world_size} at port {init.master_port} cannot be"
+            )
         try:
             store = dist.TCPStore(
                 init.master_address,
@@ -99,7 +103,7 @@ class BroadcastGroup:
                 timeout=timedelta(seconds=init.timeout),
                 wait_for_workers=False,
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise TransportError(
                 f"group {init.group_name}: no trainer answers at {init.master_address} port {init.master_port}: {error}"
             ) from error
@@ -112,7 +116,7 @@ class BroadcastGroup:
             if init.backend == "nccl":  # its communicator is made at the first collective
                 group.broadcast(torch.zeros(1, device=device))
             return group
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise TransportError(
                 f"group {init.group_name}: rank {rank} of {init.world_size} could not join: {error}"
             ) from error
