@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         known = ", ".join(provision.ENGINES)
         raise pytest.UsageError(f"--engines: unknown {sorted(unknown)}, expected some of {known}")
     items.sort(key=lambda item: item.path.name == "test_support.py")  # it looks back on all others
+    left_out: list[pytest.Item] = []
     for item in items:
         served = _served(item)
         if served is None:
@@ -46,7 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not config.getoption("--real-engines"):
             item.add_marker(pytest.mark.skip(reason="needs --real-engines"))
         elif served.name not in wanted:
-            item.add_marker(pytest.mark.skip(reason=f"--engines leaves {served.name} out"))
+            left_out.append(item)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -70,7 +70,7 @@ def exercise(
 
 
 @pytest.mark.support
-@pytest.mark.parametrize(("server", "transport"), cells(), indirect=["server"])
+@pytest.mark.parametrize(("server", "transport"), list(cells()), indirect=["server"])
 def test_update(
     server: EngineServer, transport: str, served: Served, checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
