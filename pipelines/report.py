@@ -168,9 +168,9 @@ def _check(values: Any, kinds: dict[str, Any]) -> None:
     if not isinstance(values, dict):
         raise TypeError(f"a {type(values).__name__} where an object belongs")
     for name, kind in kinds.items():
-        value = values.get(name)
+        value = values.get(name, _check)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{name} is a {type(value).__name__}")
+            raise TypeError(f"{name} is {'missing' if value is _check else f'a {type(value).__name__}'}")
 
 
 @cache

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_COLDEST = 1e-5  # below it only the likeliest token has a probability, and the division overflows
+
 
 @dataclass(slots=True, eq=False)
 class Generation:
@@ -41,9 +43,8 @@ class Generation:
     def pick(self, logits: torch.Tensor, version: str | None) -> None:
         """Append the next token: the likeliest one, or a sampled one where a temperature is set."""
         logprobs = torch.log_softmax(logits, -1)
-        if self.temperature > 0 and bool(torch.isfinite(logprobs).all()):
-            # from the largest down: a tiny temperature then gives the likeliest token, and never NaN
-            weights = torch.softmax((logits - logits.max()) / self.temperature, -1)
+        if self.temperature > _COLDEST and bool(torch.isfinite(logprobs).all()):
+            weights = torch.softmax(logits / self.temperature, -1)
             token = int(torch.multinomial(weights, 1, generator=self.generator))
         else:
             token = int(logprobs.argmax())
