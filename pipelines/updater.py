@@ -18,6 +18,7 @@ from pipelines import config, preflight
 from pipelines.compose import compose_backend, compose_chain, compose_timeouts, transport_of
 from pipelines.executor import plan_chain, run_chain
 from pipelines.launch import EngineLauncher
+from pipelines.lock import EngineLock
 from pipelines.reference import References
 from pipelines.report import ABORTED, COMMITTED, REFUSED, TAINTED, EngineReport, Report, UpdateReport
 from pipelines.session import Session
@@ -70,6 +71,7 @@ class WeightUpdater:
         self.report = Report(config=config.redacted(dict(settings)))
         self._launcher = EngineLauncher()
         self._known: list[Engine] = []
+        self._locks: dict[str, EngineLock] = {}  # by engine; on rank 0
         self._asked: Sequence[str] | None = None  # the engines of the current update; None: all
         self._opened = False
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
@@ -138,7 +140,7 @@ class WeightUpdater:
         with ExitStack() as closing:  # the last one first, each of them whatever the others do
             closing.callback(self._launcher.close)
             for engine in self._known:
-                closing.callback(engine.close)
+                closing.callback(self._let_go, engine)
             for stage in self._stages:
                 closing.callback(stage.close)
             self._known = []
@@ -167,7 +169,12 @@ class WeightUpdater:
         for engine in [self._find(url) for url in urls]:
             self._run.transport.leave(engine)
             self._known.remove(engine)
-            engine.close()
+            self._let_go(engine)
+
+    def _let_go(self, engine: Engine) -> None:
+        engine.close()
+        if (lock := self._locks.pop(engine.url, None)) is not None:
+            lock.release()
 
     def generate(self, url: str, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """Greedy tokens of one engine and their log-probabilities (natural logarithm)."""
@@ -364,6 +371,8 @@ class WeightUpdater:
         for engine in wanted:
             before = engine.state.incarnation
             try:
+                if engine.url not in self._locks:
+                    self._locks[engine.url] = EngineLock(engine.url)
                 engine.probe()
                 chosen.append(engine)
             except EngineError as error:

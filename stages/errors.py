@@ -65,6 +65,17 @@ class EngineUnreachable(EngineError):
     """No answer: connection refused, dropped or timed out. The engine may be dead or restarting."""
 
 
+class EngineBusy(EngineError):
+    """Another updater on this host holds the engine; carries who."""
+
+    def __init__(self, engine: str, holder: str) -> None:
+        super().__init__(
+            engine,
+            "probe",
+            f"{holder} updates this engine; an engine has one updater at a time: close that one, or remove the engine there",
+        )
+
+
 class RemoteRankError(WeightstreamError):
     """Another trainer rank failed; carries that rank's root cause."""
 

@@ -1,5 +1,8 @@
 """Options of the whole test suite."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 from support.processes import child as child
 from support.processes import pair as pair
@@ -12,3 +15,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--engines", default="vllm,sglang,lmdeploy", help="with --real-engines: which of them, separated by commas"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines of one name in another test run are other engines."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("locks"))
+    yield
+    if before is None:
+        del os.environ["XDG_RUNTIME_DIR"]
+    else:
+        os.environ["XDG_RUNTIME_DIR"] = before
