@@ -177,7 +177,7 @@ def _check(values: Any, kinds: dict[str, Any]) -> None:
 def library_versions() -> dict[str, str]:
     """Versions of what was installed when this ran."""
     found = {}
-    for name in ("weightstream", "torch", "transformers", "safetensors", "hydra-core", "requests", "numpy", "xxhash"):
+    for name in ("weightstream", "torch", "transformers", "safetensors", "hydra-core", "numpy", "xxhash"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -55,20 +55,30 @@ def moe_10k() -> Spec:
 MODELS = {"qwen3-0.6b": qwen3_0p6b, "moe-10k": moe_10k}
 
 
+def arena(spec: Spec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One touched block of memory, uint8, and every tensor of the spec as a view of it, at multiples of 64 bytes."""
+    sizes = [-(-2 * math.prod(shape) // 64) * 64 for _, shape in spec]
+    block = torch.zeros(sum(sizes), dtype=torch.uint8)
+    views = {
+        name: part[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
+        for (name, shape), part in zip(spec, block.split(sizes), strict=True)
+    }
+    return block, views
+
+
 class Weights(torch.nn.Module):
-    """A module that holds tensors under the names of a spec; `seed` decides their values."""
+    """A module that holds tensors under the names of a spec, all in one `arena`; `seed` decides their values."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
         super().__init__()
+        self.block, views = arena(spec)
         generator = torch.Generator().manual_seed(seed)
-        block = (torch.randn(1 << 20, generator=generator) * 0.02).to(torch.bfloat16)
-        for index, (name, shape) in enumerate(spec):
-            numel = math.prod(shape)
-            flat = torch.empty(numel, dtype=torch.bfloat16)
-            for start in range(0, numel, block.numel()):
-                flat[start : start + block.numel()] = block[: numel - start]
-            flat[0] = float(index % 100 + 1 + seed)
-            self._add(name, torch.nn.Parameter(flat.view(shape), requires_grad=False))
+        noise = (torch.randn(1 << 20, generator=generator) * 0.02).to(torch.bfloat16)
+        for index, (name, tensor) in enumerate(views.items()):
+            for part in tensor.view(-1).split(noise.numel()):
+                part.copy_(noise[: part.numel()])
+            tensor.view(-1)[0] = float(index % 100 + 1 + seed)
+            self._add(name, torch.nn.Parameter(tensor, requires_grad=False))
 
     def _add(self, name: str, parameter: torch.nn.Parameter) -> None:
         *path, leaf = name.split(".")

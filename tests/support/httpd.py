@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6
+from socket import AF_INET, AF_INET6, SHUT_RDWR
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -23,6 +23,7 @@ class Asked:
     query: dict[str, list[str]]
     headers: dict[str, str]
     body: Any
+    port: int = 0  # of the client
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
@@ -30,13 +31,17 @@ class Asked:
 
 @dataclass
 class Answer:
-    """One answer. `body` is JSON unless it is bytes or text; None is an empty body. `drop` closes without a word."""
+    """One answer. `body` is JSON unless it is bytes or text; None is an empty body.
+
+    `drop` closes the connection instead, `closes` after it.
+    """
 
     status: int = 200
     body: Any = None
     kind: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     drop: bool = False
+    closes: bool = False
 
 
 Reply = Answer | Callable[[Asked], Answer]
@@ -48,6 +53,7 @@ class Server:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.asked: list[Asked] = []
         self.answers: dict[str, Reply | list[Reply]] = {}
+        self.closed = threading.Semaphore(0)  # released once per connection that an answer with `closes` ended
         self._lock = threading.Lock()
         outer = self
 
@@ -97,7 +103,7 @@ class Server:
             except ValueError:
                 body = data
         headers = {k.lower(): v for k, v in request.headers.items()}
-        asked = Asked(request.command, parts.path, parse_qs(parts.query), headers, body)
+        asked = Asked(request.command, parts.path, parse_qs(parts.query), headers, body, request.client_address[1])
         with self._lock:
             self.asked.append(asked)
             known = self.answers.get(parts.path, Answer(404, {"detail": "Not Found"}))
@@ -109,6 +115,10 @@ class Server:
             request.connection.close()
             return
         _send(request, answer)
+        if answer.closes:
+            request.close_connection = True
+            request.connection.shutdown(SHUT_RDWR)
+            self.closed.release()
 
 
 def _send(request: BaseHTTPRequestHandler, answer: Answer) -> None:
