@@ -101,13 +101,16 @@ class Bucket(Stage):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Bytes `start .. start + nbytes` of tensor `index` of a group go to `offset` of bucket `bucket`."""
+    """Bytes `start .. start + nbytes` of tensor `index` of a group, which is `spec`, go to `offset` of bucket `bucket`."""
 
     index: int
     bucket: int
     offset: int
     nbytes: int
     start: int
+    spec: TensorSpec
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class _Filler:
@@ -121,18 +124,29 @@ class _Filler:
         self._open: dict[int, tuple[Slot, int]] = {}  # by bucket: slot and lease
         self._left = [len(b.entries) for b in plan.buckets]
         self._done = 0
+        self._on_cpu = run.device.type == "cpu"
 
     def add(self, group: Group, steps: list[_Copy]) -> Iterator[BucketItem]:
+        tensors, left = group.tensors, self._left
         for step in steps:
-            tensor, spec = group.tensors[step.index], group.spec.tensors[step.index]
-            if tensor.shape != spec.shape or not _castable(tensor.dtype, spec.dtype):
+            tensor, bucket = tensors[step.index], step.bucket
+            same = tensor.dtype is step.dtype
+            if tensor.shape != step.shape or not (same or _castable(tensor.dtype, step.dtype)):
                 streamed = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-                raise PlanMismatch(f"planned was {spec}, streamed was {streamed}")
+                raise PlanMismatch(f"planned was {step.spec}, streamed was {streamed}")
             if self._ring is not None:
-                slot = self._slot(step.bucket)
-                _write(tensor, spec, slot, step, self._digests.get(step.bucket))
-            self._left[step.bucket] -= 1
-            yield from self._complete()
+                opened = self._open.get(bucket)
+                slot = self._slot(bucket) if opened is None else opened[0]
+                digest = self._digests.get(bucket)
+                if not step.nbytes:
+                    pass
+                elif same and self._on_cpu and tensor.is_cpu and tensor.is_contiguous():
+                    _copy_bytes(slot, step.offset, tensor.data_ptr() + step.start, step.nbytes, digest)
+                else:
+                    _cast(tensor, slot, step, digest)
+            left[bucket] -= 1
+            if not left[self._done]:
+                yield from self._complete()
 
     def finish(self) -> Iterator[BucketItem]:
         yield from self._complete()
@@ -149,13 +163,12 @@ class _Filler:
         self._open.clear()
 
     def _slot(self, bucket: int) -> Slot:
-        if bucket not in self._open:
-            assert self._ring is not None
-            slot = self._ring.acquire(self._run.timeouts.put)
-            self._open[bucket] = slot, slot.lease
-            if self._digest:
-                self._digests[bucket] = RunningDigest()
-        return self._open[bucket][0]
+        assert self._ring is not None
+        slot = self._ring.acquire(self._run.timeouts.put)
+        self._open[bucket] = slot, slot.lease
+        if self._digest:
+            self._digests[bucket] = RunningDigest()
+        return slot
 
     def _complete(self) -> Iterator[BucketItem]:
         while self._done < len(self._left) and self._left[self._done] == 0:
@@ -181,20 +194,13 @@ class _Filler:
         return bucket
 
 
-def _write(tensor: torch.Tensor, spec: TensorSpec, slot: Slot, step: _Copy, digest: RunningDigest | None) -> None:
-    """One pass: a plain copy where the bytes already are as wanted, a casting and compacting one otherwise."""
-    if step.nbytes == 0:
-        return
-    memory = slot.memory
-    same = tensor.dtype == spec.dtype and tensor.is_contiguous()
-    if same and memory.device.type == "cpu" and tensor.device.type == "cpu":
-        _copy_bytes(slot, step.offset, tensor.data_ptr() + step.start, step.nbytes, digest)
-        return
-    target = memory[step.offset : step.offset + step.nbytes].view(spec.dtype)
-    if step.nbytes == spec.nbytes:
-        target.view(spec.shape).copy_(tensor)
+def _cast(tensor: torch.Tensor, slot: Slot, step: _Copy, digest: RunningDigest | None) -> None:
+    """A casting and compacting copy."""
+    target = slot.memory[step.offset : step.offset + step.nbytes].view(step.dtype)
+    if step.nbytes == step.spec.nbytes:
+        target.view(step.shape).copy_(tensor)
     else:  # a piece of a tensor that has to be cast or compacted: whole items, by the plan's cuts
-        item = spec.dtype.itemsize
+        item = step.dtype.itemsize
         target.copy_(tensor.reshape(-1)[step.start // item : (step.start + step.nbytes) // item])
     if digest is not None:
         digest.update(slot.view[step.offset : step.offset + step.nbytes])
@@ -202,14 +208,19 @@ def _write(tensor: torch.Tensor, spec: TensorSpec, slot: Slot, step: _Copy, dige
 
 def _copy_bytes(slot: Slot, offset: int, source: int, nbytes: int, digest: RunningDigest | None) -> None:
     """memmove drops the GIL and beats torch's copy_ by half on large blocks."""
-    target = slot.memory.data_ptr() + offset
+    target = slot.address + offset
     if digest is None:
         ctypes.memmove(target, source, nbytes)
+        return
+    view, update = slot.view, digest.update
+    if nbytes <= PIECE:
+        ctypes.memmove(target, source, nbytes)
+        update(view[offset : offset + nbytes])
         return
     for start in range(0, nbytes, PIECE):
         size = min(PIECE, nbytes - start)
         ctypes.memmove(target + start, source + start, size)
-        digest.update(slot.view[offset + start : offset + start + size])
+        update(view[offset + start : offset + start + size])
 
 
 def _castable(have: torch.dtype, want: torch.dtype) -> bool:
@@ -236,7 +247,8 @@ def _copies_by_group(plan: Plan) -> list[list[_Copy]]:
     for bucket in plan.buckets:
         for e in bucket.entries:
             group, index = sources[e.spec.name]
-            steps[group].append(_Copy(index, bucket.seq, e.offset, e.nbytes, e.start))
+            spec = plan.groups[group].tensors[index]
+            steps[group].append(_Copy(index, bucket.seq, e.offset, e.nbytes, e.start, spec, spec.dtype, spec.shape))
     return steps
 
 

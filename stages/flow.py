@@ -222,7 +222,15 @@ class Slot:
             self._view = self.memory.numpy().data
         return self._view
 
+    @property
+    def address(self) -> int:
+        """Where the buffer lies."""
+        if not self._address:
+            self._address = self.memory.data_ptr()
+        return self._address
+
     _view: memoryview | None = field(default=None, repr=False)
+    _address: int = field(default=0, repr=False)
 
 
 @dataclass(slots=True, eq=False)

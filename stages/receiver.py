@@ -24,7 +24,7 @@ import torch
 
 from stages.digest import PIECE, RunningDigest
 from stages.errors import PlanMismatch, TransportError
-from stages.flow import BucketLayout, Entry, Plan, TensorSpec, plan_from_json
+from stages.flow import BucketLayout, Plan, TensorSpec, plan_from_json
 from stages.transport.cuda_ipc import open_handle
 from stages.transport.group import BroadcastGroup
 from stages.transport.messages import GroupInit
@@ -66,16 +66,27 @@ class UpdateInfo:
     digest: str | None = None
 
 
-def _hand_over(entry: Entry, memory: torch.Tensor, sink: Sink, digest: RunningDigest | None) -> None:
-    """One entry to the sink; piece by piece where it is hashed too, while the piece is in the cache."""
-    if digest is None or entry.nbytes == 0:
-        sink(entry.spec, entry.start, memory[entry.offset : entry.offset + entry.nbytes])
-        return
-    for start in range(0, entry.nbytes, PIECE):
-        first = entry.offset + start
-        piece = memory[first : first + min(PIECE, entry.nbytes - start)]
-        digest.update(piece.numpy())
-        sink(entry.spec, entry.start + start, piece)
+class _Pieces:
+    """A bucket cut into what goes to the sink: entries, and those in pieces where they are hashed while in the cache."""
+
+    def __init__(self, layout: BucketLayout, hashed: bool) -> None:
+        self.sinks: list[tuple[TensorSpec, int]] = []  # tensor, byte within it
+        self.spans: list[tuple[int, int]] = []  # bytes of the bucket
+        self._cuts: list[int] = []  # sizes of pieces, each followed by that of the gap after it
+        for e in layout.entries:
+            size = PIECE if hashed else max(e.nbytes, 1)
+            for start in range(0, max(e.nbytes, 1), size):
+                first = e.offset + start
+                self.sinks.append((e.spec, e.start + start))
+                self.spans.append((first, first + min(size, e.nbytes - start)))
+        for (first, last), (following, _) in zip(self.spans, [*self.spans[1:], (layout.nbytes, 0)], strict=True):
+            self._cuts += [last - first, following - last]
+
+    def of(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The pieces of a bucket's bytes, all made in one call."""
+        first = self.spans[0][0] if self.spans else 0
+        pieces: Sequence[torch.Tensor] = memory[first:].split(self._cuts)
+        return pieces[::2]
 
 
 _LONGEST_WAIT = 1e6  # seconds
@@ -117,6 +128,7 @@ class Receiver:
         self._plan: Plan | None = None
         self._update: int | None = None
         self._next = 0
+        self._cut: dict[tuple[int, bool], _Pieces] = {}  # of the plan's buckets
 
     def init(self, info: dict[str, Any]) -> None:
         """Map the sender's segments or join its group; replaces what an earlier init made. Raises TransportError."""
@@ -146,9 +158,17 @@ class Receiver:
         parsed: UpdateInfo = _parse(UpdateInfo, info)
         layout = self._expect(parsed)
         memory = self._source.fetch(layout, parsed.slot)
-        digest = RunningDigest() if parsed.digest is not None and memory.device.type == "cpu" else None
-        for entry in layout.entries:
-            _hand_over(entry, memory, sink, digest)
+        hashed = parsed.digest is not None and memory.device.type == "cpu"
+        pieces = self._pieces(layout, hashed)
+        digest = RunningDigest() if hashed else None
+        if digest is None:
+            for (spec, start), piece in zip(pieces.sinks, pieces.of(memory), strict=True):
+                sink(spec, start, piece)
+        else:
+            view = memory.numpy().data
+            for (spec, start), (first, last), piece in zip(pieces.sinks, pieces.spans, pieces.of(memory), strict=True):
+                digest.update(view[first:last])
+                sink(spec, start, piece)
         if digest is not None and f"{digest.value():016x}" != parsed.digest:
             raise TransportError(
                 f"bucket {parsed.seq} arrived changed: its digest is {digest.value():016x}, the sender's {parsed.digest}"
@@ -165,9 +185,15 @@ class Receiver:
     def shutdown(self) -> None:
         """Drop mappings and connections. Safe to call twice."""
         source, self._source = self._source, None
-        self._plan = None
+        self._plan, self._cut = None, {}
         if source is not None:
             source.close()
+
+    def _pieces(self, layout: BucketLayout, hashed: bool) -> _Pieces:
+        known = self._cut.get((layout.seq, hashed))
+        if known is None:
+            known = self._cut[layout.seq, hashed] = _Pieces(layout, hashed)
+        return known
 
     def _expect(self, info: UpdateInfo) -> BucketLayout:
         if type(info.seq) is not int or type(info.update) is not int:
@@ -177,6 +203,7 @@ class Receiver:
             raise PlanMismatch("the trainer gave this update up")
         if info.plan is not None:
             self._plan = plan_from_json(info.plan)
+            self._cut = {}
         if self._plan is None or self._plan.hash != info.plan_hash:
             known = self._plan.hash if self._plan else "none"
             raise PlanMismatch(f"unknown plan {info.plan_hash} (known: {known}); send the plan along with bucket 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stages.gather.group import OwnGroup
 from stages.gather.layout import Description, Layout, Leaf, digest_of, parse_description, unite
 from stages.gather.names import fusion_key, layer_order, match_dtype
 from stages.gather.source import FolderSource, ModuleSource, Source
+from stages.gather.watch import Watch, watch
 from stages.run import Run
 
 __all__ = ["GatherParams", "source_of"]
@@ -55,12 +57,16 @@ class GatherParams(Stage):
         self.batch = parse_size(batch, "gather.batch")
         self._source: Source | None = None
         self._described = Description()
+        self._digest: str | None = None  # of what `_described` says
+        self._watch: Watch | None = None
+        self._expected: object = None  # what `_described` was made with
         self._agreed: list[tuple[str, bool]] | None = None  # what all ranks said when the layout was made
         self._layout = Layout([], [], {}, ())
         self.encoder: Encoder | None = None
         self._ahead: Ahead | None = None
         self._ahead_of: tuple[object, ...] = ()
         self._specs: tuple[GroupSpec, ...] = ()
+        self._specs_of: tuple[object, ...] = (None, None, None)  # what they were made from
         self._exchange: Exchange | None = None
         self._group: OwnGroup | None = None
         self._works: list[Any] = []  # exchanges under way
@@ -72,21 +78,23 @@ class GatherParams(Stage):
             torch.cuda.current_stream(run.device).synchronize()  # the optimizer step may still be running
         if self._streaming:
             self._break()
-        self._source = source_of(run.model)
-        self._described = self._source.describe(run.comm.rank, run.expected)
+        if self._watch is None or self._expected is not run.expected or not self._watch.same(run.model):
+            self._describe(run)
         whole_group = self._agree(run)
         if not self._layout.leaves:
             raise ConfigError("the model has no tensors to send")
-        planned, layout = self._plan(run)
-        if self._exchange is None or planned != self._specs:
-            self._specs = planned
-            self._exchange = Exchange(layout, planned, self.batch, run.comm.rank, run.comm.world_size)
+        key = (self._layout, run.expected, run.reference)
+        if self._exchange is None or not all(map(is_, key, self._specs_of)):
+            planned, layout = self._plan(run)
+            if self._exchange is None or planned != self._specs:
+                self._exchange = Exchange(layout, planned, self.batch, run.comm.rank, run.comm.world_size)
+            self._specs, self._specs_of = planned, key
         if self._exchange.collective and not whole_group:
             self._leave()
             self._group = OwnGroup(run)
         if self._group is not None:
             self._group.stop.clear()
-        return planned
+        return self._specs
 
     def prepare(self, run: Run) -> None:
         assert self._exchange is not None, "plan() runs before every update"
@@ -120,7 +128,15 @@ class GatherParams(Stage):
             self._break()
         self._leave()
         self._exchange, self._agreed = None, None
-        self._source, self._described = None, Description()
+        self._source, self._described, self._watch = None, Description(), None
+        self._digest, self._expected, self._specs_of = None, None, (None, None, None)
+
+    def _describe(self, run: Run) -> None:
+        self._watch = self._digest = None
+        self._source = source_of(run.model)
+        self._described = self._source.describe(run.comm.rank, run.expected)
+        self._expected = run.expected
+        self._watch = watch(run.model, self._described)
 
     def _plan(self, run: Run) -> tuple[tuple[GroupSpec, ...], Layout]:
         """The groups that are streamed, and the layout of what they are put together from."""
@@ -136,8 +152,10 @@ class GatherParams(Stage):
 
     def _agree(self, run: Run) -> bool:
         """Bring `self._layout` up to date with all ranks. Returns whether all of them still have the process group."""
-        comm, text = run.comm, self._described.text()
-        digest = digest_of(text)
+        comm = run.comm
+        if self._digest is None:
+            self._digest = digest_of(self._described.text())
+        digest = self._digest
         mine = [digest, run.transport.holds_bytes(run), self._group is not None]
         all_said: list[list[Any]] = comm.meet("what the ranks store", mine)
         said: list[tuple[str, bool]] = [(digest, holds) for digest, holds, _ in all_said]
@@ -145,7 +163,7 @@ class GatherParams(Stage):
             first: dict[str, list[int]] = {}
             for rank, (theirs, _) in enumerate(said):
                 first.setdefault(theirs, []).append(rank)
-            texts = comm.meet("layouts", text if first[digest][0] == comm.rank else "")
+            texts = comm.meet("layouts", self._described.text() if first[digest][0] == comm.rank else "")
             seen = [(parse_description(texts[ranks[0]]), ranks) for ranks in first.values()]
             self._layout = unite(seen, tuple(rank for rank, (_, holds) in enumerate(said) if holds))
             self._agreed, self._exchange = said, None

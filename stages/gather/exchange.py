@@ -75,6 +75,9 @@ class Batch:
     receives: list[Received] = field(default_factory=list)
     keeps: list[Kept] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)  # the parts of all leaves, in order; empty on ranks that drop
+    plain: list[tuple[GroupSpec, tuple[str, ...]]] | None = (
+        None  # groups and their tensors' keys, if all are whole here
+    )
     outgoing: list[int] = field(default_factory=list)  # bytes to each rank
     incoming: list[int] = field(default_factory=list)  # bytes from each rank
     arena: int = 0  # bytes
@@ -116,7 +119,24 @@ class Planner:
             Received(r.part, r.target, r.dtype, r.shape, r.offset % _FAR + base[r.offset // _FAR])
             for r in batch.receives
         ]
+        if self._rank in self._layout.holders and not batch.active:
+            batch.plain = self._plain(specs)
         return batch
+
+    def _plain(self, specs: tuple[GroupSpec, ...]) -> list[tuple[GroupSpec, tuple[str, ...]]] | None:
+        """The keys of the groups' tensors where each is one stored tensor as it is, whole on this rank."""
+        made = []
+        for spec in specs:
+            leaves = [self._leaf(t) for t in spec.tensors]
+            for leaf in leaves:
+                placed = self._layout.placements[leaf.parts[0].key]
+                here = placed.shares.get(whole(placed.stored.shape), ())
+                if leaf.lora or len(leaf.parts) > 1 or self._rank not in here or leaf.shape != placed.stored.shape:
+                    return None
+                if leaf.parts[0].select != whole(leaf.shape):
+                    return None
+            made.append((spec, tuple(leaf.parts[0].key for leaf in leaves)))
+        return made
 
     def _leaf(self, spec: TensorSpec) -> Leaf:
         leaf = self._layout.by_name.get(spec.name)
@@ -258,6 +278,10 @@ class Exchange:
                 del works[0]
             if self._drops:
                 yield from self._dropped[number]
+                continue
+            if batch.plain is not None:
+                for spec, keys in batch.plain:
+                    yield Group(spec, tuple([tensors[key] for key in keys]))
                 continue
             parts = self._assemble(number, batch, tensors)
             at = 0

@@ -33,13 +33,8 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
     names and for adapters that cannot be merged in passing.
     """
     settle(module)
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    persistent = _persistent_buffers(module)
-    named |= {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in persistent}
-    clean = strip_wrappers(named)
-    pending = {a.weight: a for a in adapters_of(module)}
-    known = factor_names(module)
-    plain = without_adapters({clean[n]: n for n in named if n not in known}, all_merged=_all_merged(module))
+    pending = {a.weight: a for a in adapters_of(module)}  # which refuses odd adapters with the better words
+    named, plain = _names(module)
     made, meshes = Description(), Meshes()
     owners: dict[tuple[object, ...], list[Leaf]] = {}
     for name, raw in plain.items():
@@ -56,6 +51,22 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
         else:
             made.aliases += [(mine.name, theirs.name) for mine, theirs in zip(leaves, owner, strict=True)]
     return made
+
+
+def tensors_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own tensors by the names that they are described under; tied ones under each of theirs."""
+    named, plain = _names(module)
+    return {name: named[raw] for name, raw in plain.items()}
+
+
+def _names(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """`(tensors by the module's own names, own name by clean name)`; the second without the factors of adapters."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    persistent = _persistent_buffers(module)
+    named |= {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in persistent}
+    clean = strip_wrappers(named)
+    known = factor_names(module)
+    return named, without_adapters({clean[n]: n for n in named if n not in known}, all_merged=_all_merged(module))
 
 
 def _read(
