@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -47,9 +47,10 @@ def plan_chain(stages: Sequence[Stage], run: Run) -> None:
     run.planned = key
 
 
-def run_chain(stages: Sequence[Stage], run: Run) -> list[Delivery]:
+def run_chain(stages: Sequence[Stage], run: Run, ready: Callable[[], None] = lambda: None) -> list[Delivery]:
     """Stream one update through the chain; returns every delivery.
 
+    `ready` is called before the first delivery is asked for; what runs ahead in a thread of its own does so meanwhile.
     Whatever stops it, stages are closed in reverse and whoever waits inside one is woken first.
     """
     deliveries: list[Delivery] = []
@@ -62,13 +63,16 @@ def run_chain(stages: Sequence[Stage], run: Run) -> list[Delivery]:
             items = _Timed(generator)
             links.append(items)
         try:
-            deliveries.extend(items)
+            ready()
+            try:
+                with run.clock.time("transfer"):
+                    deliveries.extend(items)
+            finally:
+                _count_self_time(stages, links, run.clock)
         except BaseException:
             for stage in stages:
                 stage.abort()
             raise
-        finally:
-            _count_self_time(stages, links, run.clock)
     return deliveries
 
 

@@ -299,15 +299,18 @@ class WeightUpdater:
 
     def _send(self, session: Session | None, expectation: Expectation, report: UpdateReport) -> None:
         run, clock = self._run, self._run.clock
-        with run.comm.together("pause"), clock.time("pause"):
-            if session is not None:
-                session.pause()
-        with run.comm.together("begin"), clock.time("begin"):
-            if session is not None:
-                session.begin()
+
+        def pause() -> None:
+            with run.comm.together("pause"), clock.time("pause"):
+                if session is not None:
+                    session.pause()
+            with run.comm.together("begin"), clock.time("begin"):
+                if session is not None:
+                    session.begin()
+
         run.progress = self._progress(report.bytes)
-        with run.comm.together("transfer"), clock.time("transfer"):
-            run_chain(self._stages, run)
+        with run.comm.together("transfer"):
+            run_chain(self._stages, run, ready=pause)
         with run.comm.together("finish"):
             if session is not None:
                 run.transport.publish(run)

@@ -27,26 +27,46 @@ class Prefetch(Stage):
         self.depth = depth
 
     def __call__(self, items: Iterator[Bucket], run: Run) -> Iterator[Bucket]:
-        ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=self.depth)
-        stop = threading.Event()
-        thread = threading.Thread(target=_pump, args=(items, ready, stop), name="weightstream-prefetch", daemon=True)
-        thread.start()
-        try:
-            while True:
-                kind, value = _take(ready, thread)
-                if kind == "error":
-                    raise value
-                if kind == "end":
-                    return
-                yield value
-        finally:
-            stop.set()
-            _drain(ready)
-            # The thread is past any wait for a slot: the executor aborts the ring before it closes the chain.
-            thread.join(timeout=run.timeouts.put)
-            if thread.is_alive():
-                raise WaitTimeout(f"the stages before prefetch did not stop within {run.timeouts.put} s")
-            _drain(ready)
+        """Starts at once, not at the first bucket that is asked for: the ring fills while the engines are being paused."""
+        return _Ahead(items, self.depth, run.timeouts.put)
+
+
+class _Ahead:
+    """What the thread has ready, in order."""
+
+    def __init__(self, items: Iterator[Bucket], depth: int, patience: float) -> None:
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._patience = patience
+        self._thread = threading.Thread(
+            target=_pump, args=(items, self._ready, self._stop), name="weightstream-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> Bucket:
+        if self._stop.is_set():
+            raise StopIteration
+        kind, value = _take(self._ready, self._thread)
+        if kind == "item":
+            bucket: Bucket = value
+            return bucket
+        self._stop.set()
+        if kind == "error":
+            raise value
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread and release what it had ready."""
+        self._stop.set()
+        _drain(self._ready)
+        # The thread is past any wait for a slot: the executor aborts the ring before it closes the chain.
+        self._thread.join(timeout=self._patience)
+        if self._thread.is_alive():
+            raise WaitTimeout(f"the stages before prefetch did not stop within {self._patience} s")
+        _drain(self._ready)
 
 
 def _pump(items: Iterator[Bucket], ready: queue.Queue[tuple[str, Any]], stop: threading.Event) -> None:

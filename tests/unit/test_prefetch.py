@@ -13,6 +13,7 @@ import torch
 from support.chains import MIXED, Memory, group_of, make_run, tensor_of
 
 from pipelines.executor import run_chain
+from stages import prefetch
 from stages.base import Stage
 from stages.bucket import Bucket as BucketStage
 from stages.errors import ConfigError
@@ -152,23 +153,54 @@ def test_a_failure_downstream_stops_the_thread(error: BaseException, at: int, sl
     assert len(chain.sink.seen) == len(GROUPS)
 
 
-def test_an_interrupt_while_waiting_for_a_bucket_stops_the_thread() -> None:
+def test_an_interrupt_while_waiting_for_a_bucket_stops_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes while the consumer waits inside prefetch itself."""
     chain = Chain(Source(lambda index: time.sleep(0.05) if index == 3 else None))
-    chain.bucket.prepare(chain.run)
-    packed = chain.bucket(chain.source(iter(()), chain.run), chain.run)
-    buckets = Prefetch()(packed, chain.run)
-    next(buckets).release()
+    take, taken = prefetch._take, []
+
+    def interrupted(*args: Any) -> tuple[str, Any]:
+        taken.append(take(*args))
+        if len(taken) == 2:
+            taken[-1][1].release()
+            raise KeyboardInterrupt
+        return taken[-1]
+
+    monkeypatch.setattr(prefetch, "_take", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        buckets.throw(KeyboardInterrupt())
+        chain()
+    monkeypatch.undo()
+    chain.sink.seen.clear()
+    chain()  # all slots are there again
+    assert len(chain.sink.seen) == len(GROUPS)
+
+
+def test_the_ring_fills_before_anybody_asks() -> None:
+    """The engines are being paused meanwhile."""
+    packed = threading.Semaphore(0)
+    chain = Chain(Source(lambda index: packed.release() if index == 1 else None))
+    chain.bucket.prepare(chain.run)
+    seen: list[int] = []
+
+    def ready() -> None:
+        assert packed.acquire(timeout=60.0)
+        seen.append(len(chain.sink.seen))
+
+    run_chain(chain.stages, chain.run, ready)
+    assert seen == [0]
+    assert len(chain.sink.seen) == len(GROUPS)
+
+
+def test_a_chain_that_is_never_pulled_leaves_no_thread() -> None:
+    chain = Chain()
+
+    def refuse() -> None:
+        raise RuntimeError("the engine does not pause")
+
+    chain.bucket.prepare(chain.run)
+    with pytest.raises(RuntimeError, match="does not pause"):
+        run_chain(chain.stages, chain.run, refuse)
     assert not [t for t in threading.enumerate() if "prefetch" in t.name]
     assert chain.free_slots() == 2
-
-
-def test_a_chain_that_is_never_pulled_starts_no_thread() -> None:
-    generator = Prefetch()(iter(()), make_run())
-    generator.close()
-    assert not [t for t in threading.enumerate() if "prefetch" in t.name]
 
 
 def test_depth_must_be_positive() -> None:
