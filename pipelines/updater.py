@@ -29,6 +29,7 @@ from stages.comm import Comm
 from stages.errors import ConfigError, EngineError, UpdateFailed, WeightstreamError
 from stages.gather.checkpoint import Checkpoint
 from stages.run import Clock, Run
+from stages.threads import at_once
 
 log = logging.getLogger("weightstream")
 
@@ -371,16 +372,15 @@ class WeightUpdater:
             raise ConfigError("there is no engine to update; set engines.urls, or call add_engines first")
         failures: dict[str, EngineError] = {}
         chosen = []
-        for engine in wanted:
-            before = engine.state.incarnation
+        before = [engine.state.incarnation for engine in wanted]
+        probed = at_once(wanted, self._reach, "probe")
+        for engine, incarnation, probe in zip(wanted, before, probed, strict=True):
             try:
-                if engine.url not in self._locks:
-                    self._locks[engine.url] = EngineLock(engine.url)
-                engine.probe()
+                probe.result()
                 chosen.append(engine)
             except EngineError as error:
                 failures[engine.url] = error
-            if engine.url in failures or engine.state.incarnation != before:
+            if engine.url in failures or engine.state.incarnation != incarnation:
                 run.transport.leave(engine)
         required = self.settings["engines"]["required"]
         need = len(wanted) if required == "all" else min(int(required), len(wanted))
@@ -389,6 +389,11 @@ class WeightUpdater:
             raise first if len(failures) == 1 else WeightstreamError("; ".join(str(e) for e in failures.values()))
         run.engines = chosen
         self._missed = failures
+
+    def _reach(self, engine: Engine) -> None:
+        if engine.url not in self._locks:
+            self._locks[engine.url] = EngineLock(engine.url)
+        engine.probe()
 
     _cause: BaseException | None = None
     _missed: Mapping[str, EngineError] = {}

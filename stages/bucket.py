@@ -93,7 +93,9 @@ class Bucket(Stage):
                 spec, steps = next(due, (None, []))
                 if (group.spec is not spec and group.spec != spec) or len(group.tensors) != len(group.spec.tensors):
                     raise PlanMismatch(_unplanned(group, spec))
-                yield from filler.add(group, steps)
+                for step in steps:
+                    if filler.add(group.tensors[step.index], step):
+                        yield from filler.complete()
             yield from filler.finish()
         finally:
             filler.drop()
@@ -113,43 +115,77 @@ class _Copy:
     shape: tuple[int, ...]
 
 
+class _Open:
+    """A bucket that is being filled: its slot, and the digest of what has been written."""
+
+    __slots__ = ("_address", "_update", "_view", "digest", "lease", "on_cpu", "slot")
+
+    def __init__(self, slot: Slot, hashed: bool) -> None:
+        self.slot, self.lease = slot, slot.lease
+        self.on_cpu = slot.memory.device.type == "cpu"
+        self.digest = RunningDigest() if hashed else None
+        self._update = None if self.digest is None else self.digest.update
+        self._address = slot.address
+        self._view = slot.view if hashed else memoryview(b"")
+
+    def copy(self, offset: int, source: int, nbytes: int) -> None:
+        """memmove drops the GIL and beats torch's copy_ by half on large blocks. Hashed while it is in the cache."""
+        target, update, view = self._address + offset, self._update, self._view
+        if update is None:
+            ctypes.memmove(target, source, nbytes)
+        elif nbytes <= PIECE:
+            ctypes.memmove(target, source, nbytes)
+            update(view[offset : offset + nbytes])
+        else:
+            for start in range(0, nbytes, PIECE):
+                size = min(PIECE, nbytes - start)
+                ctypes.memmove(target + start, source + start, size)
+                update(view[offset + start : offset + start + size])
+
+    def cast(self, tensor: torch.Tensor, step: _Copy) -> None:
+        """A casting and compacting copy."""
+        if step.nbytes == 0:
+            return
+        target = self.slot.memory[step.offset : step.offset + step.nbytes].view(step.dtype)
+        if step.nbytes == step.spec.nbytes:
+            target.view(step.shape).copy_(tensor)
+        else:  # a piece of a tensor that has to be cast or compacted: whole items, by the plan's cuts
+            item = step.dtype.itemsize
+            target.copy_(tensor.reshape(-1)[step.start // item : (step.start + step.nbytes) // item])
+        if self._update is not None:
+            self._update(self._view[step.offset : step.offset + step.nbytes])
+
+
 class _Filler:
     """Fills slots in the order of the plan. Buckets are complete in order, since the plan follows the groups."""
 
     def __init__(self, plan: Plan, ring: Ring | None, run: Run) -> None:
         self._plan, self._ring, self._run = plan, ring, run
         # Only where tensors are packed in the order of their entries; a bucket on disk is hashed as it is written.
-        self._digest = run.integrity and run.wire.digest and run.wire.split and run.device.type == "cpu"
-        self._digests: dict[int, RunningDigest] = {}
-        self._open: dict[int, tuple[Slot, int]] = {}  # by bucket: slot and lease
+        self._hashed = run.integrity and run.wire.digest and run.wire.split and run.device.type == "cpu"
+        self._open: dict[int, _Open] = {}
         self._left = [len(b.entries) for b in plan.buckets]
         self._done = 0
-        self._on_cpu = run.device.type == "cpu"
 
-    def add(self, group: Group, steps: list[_Copy]) -> Iterator[BucketItem]:
-        tensors, left = group.tensors, self._left
-        for step in steps:
-            tensor, bucket = tensors[step.index], step.bucket
-            same = tensor.dtype is step.dtype
-            if tensor.shape != step.shape or not (same or _castable(tensor.dtype, step.dtype)):
-                streamed = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-                raise PlanMismatch(f"planned was {step.spec}, streamed was {streamed}")
-            if self._ring is not None:
-                opened = self._open.get(bucket)
-                slot = self._slot(bucket) if opened is None else opened[0]
-                digest = self._digests.get(bucket)
-                if not step.nbytes:
-                    pass
-                elif same and self._on_cpu and tensor.is_cpu and tensor.is_contiguous():
-                    _copy_bytes(slot, step.offset, tensor.data_ptr() + step.start, step.nbytes, digest)
-                else:
-                    _cast(tensor, slot, step, digest)
-            left[bucket] -= 1
-            if not left[self._done]:
-                yield from self._complete()
+    def add(self, tensor: torch.Tensor, step: _Copy) -> bool:
+        """Write one piece of the stream. Returns whether the next bucket is full."""
+        same, bucket = tensor.dtype is step.dtype, step.bucket
+        if tensor.shape != step.shape or not (same or _castable(tensor.dtype, step.dtype)):
+            streamed = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            raise PlanMismatch(f"planned was {step.spec}, streamed was {streamed}")
+        if self._ring is not None:
+            filling = self._open.get(bucket)
+            if filling is None:
+                filling = self._open[bucket] = _Open(self._ring.acquire(self._run.timeouts.put), self._hashed)
+            if same and filling.on_cpu and tensor.is_cpu and tensor.is_contiguous():
+                filling.copy(step.offset, tensor.data_ptr() + step.start, step.nbytes)
+            else:
+                filling.cast(tensor, step)
+        self._left[bucket] -= 1
+        return not self._left[self._done]
 
     def finish(self) -> Iterator[BucketItem]:
-        yield from self._complete()
+        yield from self.complete()
         if self._done != len(self._plan.buckets):
             missing = [e.spec.name for b in self._plan.buckets[self._done :] for e in b.entries]
             raise PlanMismatch(
@@ -157,70 +193,32 @@ class _Filler:
             )
 
     def drop(self) -> None:
-        for slot, lease in self._open.values():
+        for filling in self._open.values():
             assert self._ring is not None
-            self._ring.release(slot, lease)
+            self._ring.release(filling.slot, filling.lease)
         self._open.clear()
 
-    def _slot(self, bucket: int) -> Slot:
-        assert self._ring is not None
-        slot = self._ring.acquire(self._run.timeouts.put)
-        self._open[bucket] = slot, slot.lease
-        if self._digest:
-            self._digests[bucket] = RunningDigest()
-        return slot
-
-    def _complete(self) -> Iterator[BucketItem]:
+    def complete(self) -> Iterator[BucketItem]:
+        """The buckets that are full and not given out yet."""
         while self._done < len(self._left) and self._left[self._done] == 0:
             layout = self._plan.buckets[self._done]
-            slot, lease = self._open.pop(layout.seq, (None, 0))
+            filled = self._open.pop(layout.seq, None)
             self._done += 1
-            yield self._bucket(layout, slot, lease)
+            yield self._bucket(layout, filled)
 
-    def _bucket(self, layout: BucketLayout, slot: Slot | None, lease: int) -> BucketItem:
+    def _bucket(self, layout: BucketLayout, filled: _Open | None) -> BucketItem:
         ring = self._ring
         bucket = BucketItem(
             layout=layout,
             plan=self._plan,
             update=self._run.update,
-            slot=slot,
-            digest=None,
+            slot=filled.slot if filled is not None else None,
+            digest=filled.digest.value() if filled is not None and filled.digest is not None else None,
             last=layout.seq == len(self._plan.buckets) - 1,
         )
-        if slot is not None and ring is not None:
-            bucket._release = lambda: ring.release(slot, lease)
-            if (digest := self._digests.pop(layout.seq, None)) is not None:
-                bucket.digest = digest.value()
+        if filled is not None and ring is not None:
+            bucket._release = lambda: ring.release(filled.slot, filled.lease)
         return bucket
-
-
-def _cast(tensor: torch.Tensor, slot: Slot, step: _Copy, digest: RunningDigest | None) -> None:
-    """A casting and compacting copy."""
-    target = slot.memory[step.offset : step.offset + step.nbytes].view(step.dtype)
-    if step.nbytes == step.spec.nbytes:
-        target.view(step.shape).copy_(tensor)
-    else:  # a piece of a tensor that has to be cast or compacted: whole items, by the plan's cuts
-        item = step.dtype.itemsize
-        target.copy_(tensor.reshape(-1)[step.start // item : (step.start + step.nbytes) // item])
-    if digest is not None:
-        digest.update(slot.view[step.offset : step.offset + step.nbytes])
-
-
-def _copy_bytes(slot: Slot, offset: int, source: int, nbytes: int, digest: RunningDigest | None) -> None:
-    """memmove drops the GIL and beats torch's copy_ by half on large blocks."""
-    target = slot.address + offset
-    if digest is None:
-        ctypes.memmove(target, source, nbytes)
-        return
-    view, update = slot.view, digest.update
-    if nbytes <= PIECE:
-        ctypes.memmove(target, source, nbytes)
-        update(view[offset : offset + nbytes])
-        return
-    for start in range(0, nbytes, PIECE):
-        size = min(PIECE, nbytes - start)
-        ctypes.memmove(target + start, source + start, size)
-        update(view[offset + start : offset + start + size])
 
 
 def _castable(have: torch.dtype, want: torch.dtype) -> bool:
@@ -277,7 +275,7 @@ def make_plan(groups: tuple[GroupSpec, ...], capacity: int, wire: Wire) -> Plan:
 def _expand(group: GroupSpec, wire: Wire) -> list[TensorSpec]:
     """The tensors of a group as they travel: tied names repeated where the engine wants them."""
     specs = list(group.tensors)
-    if wire.aliases == "duplicate":
+    if group.aliases and wire.aliases == "duplicate":
         by_name = {t.name: t for t in specs}
         specs += [replace(by_name[name], name=alias) for alias, name in group.aliases]
     return specs
@@ -327,11 +325,11 @@ def _split_buckets(
     entries: list[Entry] = []
     offset = 0
     for spec in (s for group in groups for s in group):
-        start, item = 0, spec.dtype.itemsize
+        start, item, total = 0, spec.dtype.itemsize, spec.nbytes
         while True:
             at = _up(offset, wire.align)
             room = (capacity - at) // item * item
-            left = spec.nbytes - start
+            left = total - start
             if entries and (at >= capacity or (room < min(left, item))):
                 yield tuple(entries), offset
                 entries, offset = [], 0
@@ -339,7 +337,7 @@ def _split_buckets(
             nbytes = min(left, max(room, item)) if left else 0
             entries.append(Entry(spec, at, nbytes, start))
             start, offset = start + nbytes, at + nbytes
-            if start >= spec.nbytes:
+            if start >= total:
                 break
     if entries:
         yield tuple(entries), offset

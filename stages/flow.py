@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from stages.errors import PlanMismatch
 _MAX_DIMENSIONS = 64  # torch's own limit
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> `"bfloat16"`, the spelling that engines and our wires use."""
     return str(dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ import torch
 from stages.errors import ConfigError
 from stages.flow import Bucket, Shipment, Slot
 from stages.run import Run
+from stages.threads import at_once
 from stages.transport import cuda_ipc
 from stages.transport.base import Transport
 from stages.transport.messages import IpcMessage, SharedSlots
@@ -73,10 +74,10 @@ class Ipc(Transport):
         if not run.comm.is_head:
             return
         slots = SharedSlots(self._slot_bytes, [s.name for s in self._segments], self._handles)
-        for engine in run.engines:
-            if self._attached.get(engine.url) != self._generation:
-                engine.attach(slots)
-                self._attached[engine.url] = self._generation
+        fresh = [e for e in run.engines if self._attached.get(e.url) != self._generation]
+        for engine, attached in zip(fresh, at_once(fresh, lambda e: e.attach(slots), "attach"), strict=True):
+            attached.result()
+            self._attached[engine.url] = self._generation
 
     def leave(self, engine: object) -> None:
         self._attached.pop(getattr(engine, "url", ""), None)
