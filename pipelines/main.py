@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from pipelines import report_view
 from pipelines.config import build
-from pipelines.report import UpdateReport
+from pipelines.report import REFUSED, UpdateReport
 from pipelines.trainers.base import Trainer
 from pipelines.updater import WeightUpdater
 from stages.backends.base import PROOFS
@@ -45,8 +45,9 @@ def run(settings: dict[str, Any], output: Path) -> int:
                 log.info("update %d: version %s %s, %d bytes", number + 1, update.version, update.outcome, update.bytes)
     finally:
         updater.report.write(output / REPORT)
-        if updater.report.updates:
+        if any(update.outcome != REFUSED for update in updater.report.updates):
             report_view.show(updater.report.to_json(), console)
+        if updater.report.updates:
             console.print(f"report: {output / REPORT}", soft_wrap=True)
     return 0 if updater.report.outcome == "committed" else 1
 

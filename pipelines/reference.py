@@ -55,7 +55,7 @@ class References:
                 log.warning("engine %s serves %s, which cannot be read: %s", engine.url, named, error)
             else:
                 if self._fallback is not None and self._fallback.specs != found.specs:
-                    log.warning(
+                    log.info(
                         "engine %s serves %s, whose tensors differ from those of reference=%s; the engine's word counts",
                         engine.url,
                         named,

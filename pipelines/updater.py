@@ -322,7 +322,8 @@ class WeightUpdater:
         """Leave everything so that the next update can run. Raises what no retry cures: nothing was touched, ever."""
         run, words = self._run, str(error) or type(error).__name__
         first, self._cause = report.attempts == 1, error
-        log.warning("update %s, attempt %d failed: %s", run.version, report.attempts, words)
+        if report.attempts <= self.settings["session"]["retries"] and report.outcome != REFUSED:
+            log.warning("update %s, attempt %d failed, once more: %s", run.version, report.attempts, words)
         report.error = words if first else f"{report.error}; attempt {report.attempts}: {words}"
         try:
             for stage in self._stages:

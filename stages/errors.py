@@ -25,12 +25,12 @@ class PreflightError(WeightstreamError):
     def __init__(self, engine: str, problems: list[str], hints: Sequence[str] = ()) -> None:
         self.engine = engine
         self.problems = problems
+        many = "1 mismatch" if len(problems) == 1 else f"{len(problems)} mismatches"
         more = len(problems) - self.SHOWN
         shown = [*hints, *problems[: self.SHOWN], *([f"... and {more} more"] if more > 0 else [])]
         lines = "\n  ".join(shown)
         super().__init__(
-            f"preflight: {engine} does not expect what would be sent ({len(problems)} mismatches); nothing was touched:\n  "
-            f"{lines}"
+            f"preflight: {engine} does not expect what would be sent ({many}); nothing was touched:\n  {lines}"
         )
 
 

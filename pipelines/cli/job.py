@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from pipelines import config
+from pipelines.cli.advice import advice
 from pipelines.redact import redacted
 from pipelines.report import read_object, read_report
 from stages.errors import ConfigError, WeightstreamError
@@ -101,6 +102,8 @@ def describe(hydra: Any) -> Status:
 def show(error: Exception) -> None:
     """What is wrong, and what to do; without the traceback."""
     print(redacted(f"weightstream: {error}"), file=sys.stderr)
+    if (what := advice(error)) is not None:
+        print(f"  {what}", file=sys.stderr)
 
 
 def _keep(status: Status, error: Exception) -> None:

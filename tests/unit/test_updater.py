@@ -423,6 +423,7 @@ def test_a_reference_that_the_engine_contradicts_is_said(tmp_path: Path, caplog:
         url="http://a:1", state=EngineState(), model_path=lambda: str(reference(tmp_path / "served", Toy()))
     )
     other = reference(tmp_path / "other", torch.nn.Linear(2, 2))
+    caplog.set_level("INFO", "weightstream")
     found = References(None, other).of(engine)  # type: ignore[arg-type]
     assert found is not None
     assert found.folder == tmp_path / "served"
