@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipelines import schema
 from pipelines.suggest import did_you_mean, dotted, explain, unknown_key
-from pipelines.urls import normalize_all
+from pipelines.urls import normalize_actors, normalize_all
 from stages.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,7 +129,10 @@ def _scalar(f: Field[Any], path: str, value: Any, folder: str) -> Any:
 def _engines(engines: dict[str, Any]) -> None:
     if "urls" in engines:
         engines["urls"] = normalize_all(engines["urls"])
-    count = len(engines["urls"]) if "urls" in engines else engines["count"]
+    if "actors" in engines:
+        engines["actors"] = normalize_actors(engines["actors"])
+    listed = engines.get("urls", engines.get("actors"))
+    count = engines["count"] if listed is None else len(listed)
     sizes = engines["tp"] if isinstance(engines["tp"], list) else [engines["tp"]] * count
     if not all(isinstance(tp, int) and not isinstance(tp, bool) and tp > 0 for tp in sizes):
         raise ConfigError(
@@ -140,7 +143,8 @@ def _engines(engines: dict[str, Any]) -> None:
             f"engines.tp lists {len(sizes)} engines, there are {count}\n  give one number for all, or one each"
         )
     required = engines["required"]
-    if required != "all" and not (isinstance(required, int) and 1 <= required <= count):
+    most = math.inf if listed == [] else count  # actors may come later
+    if required != "all" and not (isinstance(required, int) and 1 <= required <= most):
         raise ConfigError(
             f"engines.required: {required!r} must be all, or a number from 1 to {count}\n  write engines.required=all"
         )

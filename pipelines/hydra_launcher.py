@@ -34,6 +34,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from pipelines import config as settings
+from pipelines import torchrun
 from pipelines.cli.job import STATUS, Status, describe
 from stages.errors import ConfigError, WeightstreamError
 
@@ -67,6 +68,11 @@ class SubprocessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check all jobs, run all jobs, whatever comes of each."""
+        if torchrun.ranks() > 1:
+            raise ConfigError(
+                "a sweep starts the ranks of each job itself, and torchrun has started some already\n"
+                "  start it without torchrun, with launcher.ranks=N"
+            )
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         jobs = [self._compose(initial_job_idx + n, list(overrides)) for n, overrides in enumerate(job_overrides)]

@@ -117,9 +117,14 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the old file or the new one."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        os.replace(temporary, path)
+        write_report(self.to_json(), path)
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """What `Report.to_json` returned, atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -222,8 +222,29 @@ class RemoteEnginesConf:
 
 
 @dataclass
+class RayEnginesConf:
+    kind: str = choice("ray")
+    actors: list[str] = MISSING
+    tp: Any = MISSING
+    proof: str = choice(*PROOFS)
+    required: Any = MISSING
+
+
+@dataclass
 class LocalLauncherConf:
     kind: str = choice("local")
+    ranks: int = positive()
+
+
+@dataclass
+class RayLauncherConf:
+    kind: str = choice("ray")
+    ranks: int = positive()
+    address: str | None = MISSING
+    strategy: str = choice("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    cpus: float = positive()
+    gpus: float = field(default=MISSING, metadata={"range": (0, 1024)})
+    wait: float = positive()
 
 
 # ----------------------------------------------------------------------------------------------------------- session
@@ -300,8 +321,8 @@ OPTIONS: Mapping[str, Mapping[str, type[Schema]]] = {
         "int4": Int4Conf,
     },
     "bucket": {"default": BucketConf},
-    "engines": {"embedded": EmbeddedEnginesConf, "remote": RemoteEnginesConf},
-    "launcher": {"local": LocalLauncherConf},
+    "engines": {"embedded": EmbeddedEnginesConf, "remote": RemoteEnginesConf, "ray": RayEnginesConf},
+    "launcher": {"local": LocalLauncherConf, "ray": RayLauncherConf},
     "recipe": {"full": RecipeConf, "minimal": RecipeConf},
 }
 

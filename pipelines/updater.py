@@ -19,11 +19,13 @@ from pipelines.compose import compose_backend, compose_chain, compose_timeouts, 
 from pipelines.executor import plan_chain, run_chain
 from pipelines.launch import EngineLauncher
 from pipelines.lock import EngineLock
+from pipelines.ray_launcher import EngineActors
 from pipelines.reference import References
 from pipelines.report import ABORTED, COMMITTED, REFUSED, TAINTED, EngineReport, Report, UpdateReport
 from pipelines.session import Session
 from pipelines.urls import normalize
 from pipelines.verify import Expectation
+from stages.backends import actor
 from stages.backends.base import Engine, Keys
 from stages.comm import Comm
 from stages.errors import ConfigError, EngineError, UpdateFailed, WeightstreamError
@@ -70,10 +72,10 @@ class WeightUpdater:
             integrity=settings["session"]["integrity"] == "full",
         )
         self.report = Report(config=config.redacted(dict(settings)))
-        self._launcher = EngineLauncher()
+        self._launcher = EngineActors(settings) if settings["launcher"]["kind"] == "ray" else EngineLauncher()
         self._known: list[Engine] = []
         self._locks: dict[str, EngineLock] = {}  # by engine; on rank 0
-        self._asked: Sequence[str] | None = None  # the engines of the current update; None: all
+        self._asked: Sequence[Any] | None = None  # the engines of the current update; None: all
         self._opened = False
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
         self._background: ThreadPoolExecutor | None = None
@@ -149,25 +151,30 @@ class WeightUpdater:
     # -- engines --------------------------------------------------------------------------------------
     @property
     def engines(self) -> tuple[str, ...]:
-        """URLs of the engines that updates go to."""
+        """URLs of the engines that updates go to; ray://... for actors."""
         return tuple(e.url for e in self._known)
+
+    @property
+    def comm(self) -> Comm:
+        """How the trainer ranks agree; see `Comm.together` and `Comm.meet`."""
+        return self._run.comm
 
     @property
     def tainted(self) -> dict[str, str]:
         """Engines that must not serve until a complete update, and why."""
         return {e.url: e.state.tainted for e in self._known if e.state.tainted is not None}
 
-    def add_engines(self, urls: Sequence[str], tp: int = 1) -> None:
-        """From the next update on, also these."""
-        for url in urls:
-            normal = normalize(url)
+    def add_engines(self, engines: Sequence[Any], tp: int = 1) -> None:
+        """From the next update on, also these: URLs, or handles of Ray actors (see stages/backends/actor.py)."""
+        for engine in engines:
+            normal = _address(engine)
             if normal in self.engines:
                 raise ConfigError(f"{normal} is already an engine of this updater")
             self._known.append(self._backend.engine(normal, tp, Keys.from_environment(), self._run.timeouts))
 
-    def remove_engines(self, urls: Sequence[str]) -> None:
+    def remove_engines(self, engines: Sequence[Any]) -> None:
         """From the next update on, no longer these. They keep the version they have."""
-        for engine in [self._find(url) for url in urls]:
+        for engine in [self._find(url) for url in engines]:
             self._run.transport.leave(engine)
             self._known.remove(engine)
             self._let_go(engine)
@@ -177,12 +184,12 @@ class WeightUpdater:
         if (lock := self._locks.pop(engine.url, None)) is not None:
             lock.release()
 
-    def generate(self, url: str, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
+    def generate(self, url: Any, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """Greedy tokens of one engine and their log-probabilities (natural logarithm)."""
         return self._find(url).generate(input_ids, max_new_tokens)
 
-    def _find(self, url: str) -> Engine:
-        normal = normalize(url)
+    def _find(self, url: Any) -> Engine:
+        normal = _address(url)
         engine = next((e for e in self._known if e.url == normal), None)
         if engine is None:
             raise ConfigError(f"{normal} is not an engine of this updater; it has {list(self.engines)}")
@@ -190,7 +197,7 @@ class WeightUpdater:
 
     # -- updates ----------------------------------------------------------------------------------------
     def update(
-        self, model: Any, version: str | int | None = None, engines: Sequence[str] | None = None
+        self, model: Any, version: str | int | None = None, engines: Sequence[Any] | None = None
     ) -> UpdateReport:
         """Bring every engine to the weights of `model` (a torch module or an HF checkpoint folder).
 
@@ -203,7 +210,7 @@ class WeightUpdater:
         with self._updating:
             return self._update(model, version, engines)
 
-    def _update(self, model: Any, version: str | int | None, engines: Sequence[str] | None) -> UpdateReport:
+    def _update(self, model: Any, version: str | int | None, engines: Sequence[Any] | None) -> UpdateReport:
         if not self._opened:
             raise ConfigError("the updater is not open; use it in a with block, or call open() first")
         run = self._run
@@ -363,14 +370,16 @@ class WeightUpdater:
             return self._launcher.start(
                 Path(model), self._backend.name, engines["count"], engines["tp"], engines["device"], engines["on_fatal"]
             )
-        return list(engines["urls"])
+        return list(engines["actors"] if engines["kind"] == "ray" else engines["urls"])
 
     def _probe(self) -> None:
         """Choose the engines of this update: those that answer, if they are as many as `engines.required` wants."""
         run = self._run
         wanted = self._known if self._asked is None else [self._find(url) for url in self._asked]
         if not wanted:
-            raise ConfigError("there is no engine to update; set engines.urls, or call add_engines first")
+            raise ConfigError(
+                "there is no engine to update; set engines.urls or engines.actors, or call add_engines first"
+            )
         failures: dict[str, EngineError] = {}
         chosen = []
         before = [engine.state.incarnation for engine in wanted]
@@ -393,7 +402,7 @@ class WeightUpdater:
 
     def _reach(self, engine: Engine) -> None:
         if engine.url not in self._locks:
-            self._locks[engine.url] = EngineLock(engine.url)
+            self._locks[engine.url] = EngineLock(engine.identity)
         engine.probe()
 
     _cause: BaseException | None = None
@@ -438,6 +447,10 @@ class WeightUpdater:
                 self.on_progress(min(done, total), total)
 
         return advance
+
+
+def _address(engine: Any) -> str:
+    return actor.address_of(engine) if actor.is_handle(engine) else normalize(engine)
 
 
 def _untouched(engine: Engine) -> EngineReport:

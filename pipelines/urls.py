@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from stages.backends.actor import SCHEME
 from stages.errors import ConfigError
 
 
@@ -19,6 +20,8 @@ def normalize(url: str) -> str:
     if not isinstance(url, str):
         raise ConfigError(f'engine URL {url!r} is not text\n  write it in quotes, like "http://host:8000"')
     text = url.strip()
+    if text.startswith(SCHEME):
+        return normalize_actors([text])[0]
     if not text:
         raise ConfigError("an engine URL is empty\n  write http://host:port")
     scheme, found, rest = text.partition("://")
@@ -57,6 +60,21 @@ def normalize_all(urls: Iterable[str] | str) -> list[str]:
         result.append(clean)
     if not result:
         raise ConfigError("engines.urls is empty\n  write 'engines.urls=[http://host:port]'")
+    return result
+
+
+def normalize_actors(names: Iterable[str] | str) -> list[str]:
+    """Names of Ray actors, `[namespace/]name`, as addresses. Refuses a single string, and the same actor twice."""
+    if isinstance(names, str):
+        raise ConfigError(f"engines.actors takes a list, not the text {names!r}\n  write '[{names}]'")
+    result: list[str] = []
+    for name in names:
+        text = name.strip().removeprefix(SCHEME)
+        if not re.fullmatch(r"([^\s/]+/)?[^\s/]+", text):
+            raise ConfigError(f"engines.actors: {name!r} is no name of an actor\n  write name, or namespace/name")
+        if SCHEME + text in result:
+            raise ConfigError(f"engines.actors lists {text} twice\n  each engine is updated once; leave one out")
+        result.append(SCHEME + text)
     return result
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from support.cluster import ray_cluster as ray_cluster
 from support.processes import child as child
 from support.processes import pair as pair
 from support.processes import victim as victim

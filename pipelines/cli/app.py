@@ -16,8 +16,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pipelines import config, hydra_launcher
-from pipelines.cli import job, sweep, usage
+from pipelines import config, hydra_launcher, torchrun
+from pipelines.cli import job, rank, sweep, usage
 from pipelines.cli.signals import Interrupts
 from pipelines.suggest import explain
 from stages.errors import ConfigError, WeightstreamError
@@ -70,6 +70,8 @@ class App:
         config.register()
         hydra_launcher.register()
         runs = not (args.hydra_help or args.cfg or args.info or args.shell_completion)
+        if runs and torchrun.rank() > 0:
+            return rank.under_torchrun()
         if runs:
             searchpath = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
             config.precheck([*args.overrides, *searchpath], sweep=args.multirun)

@@ -21,6 +21,10 @@ Examples:
       two engines, a mixture of experts, over a process group
   python run.py trainer=checkpoint trainer.path=DIR engines=remote 'engines.urls=[http://host:8000]'
       a checkpoint folder into an engine that already runs
+  python run.py launcher.ranks=4 transport=nccl
+      four trainer ranks on this machine, the model sharded over them; or torchrun --nproc-per-node 4 run.py transport=nccl
+  python run.py launcher=ray launcher.ranks=4 engines.count=2 transport=nccl
+      ranks and engines as actors on a Ray cluster
   python run.py -m backend=lmdeploy,sglang,vllm transport=ipc,disk
       a sweep: every combination, each job in a process of its own, one table at the end
   python run.py experiment=bucket_size

@@ -20,7 +20,8 @@ class Score:
 class Trainer(ABC):
     """`reference`: the checkpoint folder that engines start from. `source`: what `WeightUpdater.update` is given.
 
-    `tolerance`: how far an engine's log-probabilities may be from `score` when it has the same weights.
+    `tolerance`: how far an engine's log-probabilities may be from `score` when it has the same weights. With several ranks,
+    made by launcher.ranks or torchrun, every rank makes one; torch.distributed connects them, and all methods are collective.
     """
 
     reference: Path

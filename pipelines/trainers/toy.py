@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from pipelines.trainers.base import Score, Trainer
 from stages.errors import ConfigError
@@ -26,7 +27,8 @@ class ToyTrainer(Trainer):
     """Makes an HF checkpoint once per set of settings, caches it, and trains on from it.
 
     `dtype` is that of the checkpoint, and so of the engines; the masters here are float32. The cache is
-    `$XDG_CACHE_HOME/weightstream/toy` (default `~/.cache`) and safe to share between processes.
+    `$XDG_CACHE_HOME/weightstream/toy` (default `~/.cache`) and safe to share between processes. Over several ranks of
+    torch.distributed the model is sharded by FSDP2, and each rank trains on sequences of its own.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class ToyTrainer(Trainer):
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.tolerance = _TOLERANCE[dtype]
         self._vocab_size, self._seed = vocab_size, seed
-        self.reference = _cached(settings)
+        rank, self._ranks = _world()
+        self.reference = _cached(settings) if self._ranks == 1 else _cached_by_rank_0(settings, rank)
         self.source = _transformers().AutoModelForCausalLM.from_pretrained(self.reference, dtype=torch.float32).train()
+        if self._ranks > 1:
+            self._shard()
         self._optimizer = torch.optim.AdamW(self.source.parameters(), lr=lr)
-        self._random = torch.Generator().manual_seed(seed)
+        self._random = torch.Generator().manual_seed(seed + 1000 * rank)
         self._scorer: torch.nn.Module | None = None
 
     def step(self) -> None:
@@ -76,15 +81,42 @@ class ToyTrainer(Trainer):
     def score(self, input_ids: Sequence[int], output_ids: Sequence[int]) -> list[Score]:
         """One forward pass in the checkpoint's dtype over prompt and answer together."""
         if self._scorer is None:
-            self._scorer = copy.deepcopy(self.source).to(self._dtype).eval()
+            self._scorer = self._whole().to(self._dtype).eval()
         tokens = torch.tensor([[*input_ids, *output_ids]])
         logits = self._scorer(input_ids=tokens, use_cache=False).logits[0, len(input_ids) - 1 : -1].float()
         logprobs = logits.log_softmax(-1)
         return [Score(row[token].item(), row.max().item()) for row, token in zip(logprobs, output_ids, strict=True)]
 
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (self._ranks,))
+        for layer in self.source.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.source, mesh=mesh)
+
+    def _whole(self) -> torch.nn.Module:
+        """A copy of the model that is not sharded."""
+        whole: torch.nn.Module
+        if self._ranks == 1:
+            whole = copy.deepcopy(self.source)
+            return whole
+        whole = _transformers().AutoModelForCausalLM.from_pretrained(self.reference, dtype=torch.float32)
+        with torch.no_grad():
+            for mine, theirs in zip(whole.parameters(), self.source.parameters(), strict=True):
+                mine.copy_(theirs.full_tensor())
+        return whole
+
     def _sequences(self, rows: int, length: int, random: torch.Generator | None = None) -> torch.Tensor:
         starts = torch.randint(self._vocab_size, (rows, 1), generator=random or self._random)
         return (starts + 7 * torch.arange(length)) % self._vocab_size
+
+
+def _world() -> tuple[int, int]:
+    """`(rank, ranks)`"""
+    dist: Any = torch.distributed
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _cached(settings: dict[str, Any]) -> Path:
@@ -109,6 +141,27 @@ def _cached(settings: dict[str, Any]) -> Path:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _cached_by_rank_0(settings: dict[str, Any], rank: int) -> Path:
+    """The same where torch.distributed has several ranks: transformers then saves on rank 0 only."""
+    box: list[Path | str | None] = [None]
+    if rank == 0:
+        try:
+            box[0] = _cached(settings)
+        except Exception as error:
+            box[0] = str(error)
+            raise
+        finally:
+            torch.distributed.broadcast_object_list(box)
+    else:
+        torch.distributed.broadcast_object_list(box)
+    folder = box[0]
+    if not isinstance(folder, Path):
+        raise ConfigError(f"rank 0 has no checkpoint: {folder}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}, which rank 0 has made, is not visible on this machine\n  share XDG_CACHE_HOME")
     return folder
 
 

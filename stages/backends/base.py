@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from stages.backends.actor import SCHEME, Actor
 from stages.backends.http import Http
 from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment, TensorSpec
@@ -91,8 +92,18 @@ class Engine(ABC):
         self.tp = tp
         self.timeouts = timeouts
         self.state = EngineState()
-        self.admin = Http(url, keys.admin, timeouts.connect, (keys.api,))
-        self.api = Http(url, keys.api, timeouts.connect, (keys.admin,))
+        self.admin: Http | Actor
+        self.api: Http | Actor
+        if url.startswith(SCHEME):
+            self.admin = self.api = Actor(url)
+        else:
+            self.admin = Http(url, keys.admin, timeouts.connect, (keys.api,))
+            self.api = Http(url, keys.api, timeouts.connect, (keys.admin,))
+
+    @property
+    def identity(self) -> str:
+        """An address that no other engine on this host has."""
+        return self.admin.identity if isinstance(self.admin, Actor) else self.url
 
     def close(self) -> None:
         self.admin.close()

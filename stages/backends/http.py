@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from stages.backends.actor import Actor
 from stages.errors import EngineError, EngineUnreachable
 
 _IDLE_CONNECTIONS = 16  # kept per engine and key
@@ -180,7 +181,7 @@ class Http:
         return text
 
 
-def expect_dict(http: Http, answer: Any, phase: str, path: str) -> dict[str, Any]:
+def expect_dict(http: Http | Actor, answer: Any, phase: str, path: str) -> dict[str, Any]:
     """The answer if it is a JSON object. Raises EngineError otherwise (an HTML page with 200, a list, nothing)."""
     if isinstance(answer, dict):
         return answer

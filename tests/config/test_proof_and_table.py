@@ -11,6 +11,7 @@ from pipelines.report import EngineReport as Engine
 from pipelines.report import Report, UpdateReport
 from pipelines.report_view import render, show
 from pipelines.trainers.base import Score, Trainer
+from stages.comm import Comm
 from stages.errors import WeightstreamError
 
 
@@ -28,7 +29,7 @@ class Trained(Trainer):
 
 def prove(tokens: list[int], logprobs: list[float], outcome: str = "committed") -> UpdateReport:
     update = UpdateReport("1", outcome, engines=[Engine("http://a:1", outcome)])
-    _prove(SimpleNamespace(generate=lambda url, prompt, n: (tokens, logprobs)), update, Trained())  # type: ignore[arg-type]
+    _prove(SimpleNamespace(comm=Comm(), generate=lambda url, prompt, n: (tokens, logprobs)), update, Trained())  # type: ignore[arg-type]
     return update
 
 

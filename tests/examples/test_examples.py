@@ -52,3 +52,16 @@ def test_grpo_over_fsdp2_pushes_every_step(checkpoint: Path, how: tuple[str, ...
     steps = [line for line in said.splitlines() if line.startswith("step ")]
     assert len(steps) == 3
     assert all(line.endswith("committed, verified by ['digest']") for line in steps), said
+
+
+@pytest.mark.parametrize(
+    "how", [("backend=sglang", "transport=ipc"), ("backend=vllm", "transport=nccl", "transport.port=0")]
+)
+def test_grpo_over_ray_pushes_every_step(checkpoint: Path, ray_cluster: str, how: tuple[str, ...]) -> None:
+    command = [sys.executable, str(HERE / "grpo_ray.py"), str(checkpoint), *how, "bucket.capacity=64KB"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray_cluster}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(steps) == 3
+    assert all(line.endswith("committed, verified by ['digest', 'digest']") for line in steps), done.stdout

@@ -62,6 +62,25 @@ class Saboteur(GroupMapper):
         self._maybe("committed")
 
 
+class Uneven(GroupMapper):
+    """A stage that once yields other groups than were planned."""
+
+    how: str | None = None
+
+    def __call__(self, items: Iterator[Group], run: Run) -> Iterator[Group]:
+        groups = list(
+            super().__call__(items, run)
+        )  # whatever it does, this rank takes part in the collectives of gather
+        how, self.how = self.how, None
+        if how == "none at all":
+            groups = []
+        elif how == "one less":
+            groups = groups[:-1]
+        elif how == "one more":
+            groups = [*groups, groups[-1]]
+        yield from groups
+
+
 def blame() -> None:
     raise LookupError(CAUSE)
 
@@ -250,6 +269,40 @@ def test_a_rolling_update_is_collective(pair: Pool) -> None:
         assert outcome.value[:2] == ["committed", "committed"]
         assert "http://three:1 is not an engine" in outcome.value[2]
         assert outcome.value[3] == ["http://two:1", "http://four:1"]  # every rank knows who takes part
+
+
+def unevenly(rank: int, chain: str, how: str, failing: int) -> list[dict[str, Any]]:
+    stages = ["gather_params", {"_target_": f"{__name__}.Uneven"}, *CHAINS[chain]]
+    with updater_for(stages=stages, timeouts=replace(SHORT, agree=20.0)) as updater:
+        results = []
+        for value in (1.0, 2.0, 3.0):
+            if value == 2.0 and rank == failing:
+                next(s for s in updater._stages if isinstance(s, Uneven)).how = how
+            results.append(attempt(updater, Toy(value)))
+            if rank == 0:
+                (engine,) = engines_of(updater)
+                results[-1] |= {"serving": engine.serving, "new": engine.weights == Toy(value).bytes()}
+        return results
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("how", ["none at all", "one less", "one more"])
+@pytest.mark.parametrize("chain", ["minimal", "prefetch"])
+def test_ranks_with_different_numbers_of_buckets_do_not_wait_for_each_other(
+    pair: Pool, chain: str, how: str, failing: int
+) -> None:
+    outcomes = pair.each(unevenly, chain, how, failing)
+    causes = set()
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        first, second, third = outcome.value
+        assert first["error"] == third["error"] == "", (first, third)
+        assert second["failed"]
+        causes.add(second["error"].rpartition("PlanMismatch: ")[2].partition(" <- ")[0])
+    assert len(causes) == 1, causes
+    zero = outcomes[0].value
+    assert not zero[1]["serving"]
+    assert (zero[2]["serving"], zero[2]["new"]) == (True, True)
 
 
 # -- a rank that dies -----------------------------------------------------------------------------------------------
