@@ -132,11 +132,11 @@ def fleet_seconds(count: int = 64, delay: float = 0.02, slowness: float = 0.1, r
 
     `own` is how long the slow one takes more than the others, all its requests together.
     """
-    fleet = Fleet(count, delay)
+    fleet = Fleet(1 + count, delay)  # an engine has one updater at a time
     model = Weights([(f"model.layers.{i}.weight", (1024, 32)) for i in range(8)], 0)
     updaters: dict[str, WeightUpdater] = {}
     try:
-        for name, urls in (("one", fleet.urls[:1]), ("all", fleet.urls)):
+        for name, urls in (("one", fleet.urls[:1]), ("all", fleet.urls[1:])):
             settings = ["backend=vllm", "transport=ipc", "engines=remote", "bucket.capacity=128KiB"]
             updaters[name] = WeightUpdater.from_config([*settings, f"engines.urls=[{','.join(urls)}]"])
             updaters[name].open()

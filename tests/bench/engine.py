@@ -11,6 +11,8 @@ import ctypes
 import json
 import pickle
 import socketserver
+import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +31,21 @@ class Sink:
     def __init__(self, model: str) -> None:
         _, self.params = arena(MODELS[model]())
         self._address = {n: p.data_ptr() for n, p in self.params.items()}
+        self._bytes = {n: p.view(-1).view(torch.uint8).numpy().data for n, p in self.params.items()}
 
     def __call__(self, spec: TensorSpec, start: int, memory: torch.Tensor) -> None:
         ctypes.memmove(self._address[spec.name] + start, memory.data_ptr(), memory.numel())
+
+    def read(self, folder: Path) -> None:
+        """Straight from the files to where they belong."""
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb", buffering=0) as raw:
+                (size,) = struct.unpack("<Q", raw.read(8))
+                header = json.loads(raw.read(size))
+                for name, entry in header.items():
+                    if name != "__metadata__":
+                        raw.seek(8 + size + entry["data_offsets"][0])
+                        raw.readinto(self._bytes[name])
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         torch._foreach_copy_([self.params[n] for n, _ in weights], [t for _, t in weights])
@@ -68,6 +82,9 @@ class Server(socketserver.ThreadingTCPServer):
                 self.group = BroadcastGroup.join(GroupInit(**body, timeout=60.0), body["rank_offset"])
             case "/update_weights_from_distributed":
                 self._broadcast(body)
+            case "/update_weights_from_disk":
+                self.sink.read(Path(body["model_path"]))
+                self.version = body["weight_version"]
             case "/update_weight_version":
                 self.version = body["new_version"]
             case "/sleep" | "/wakeup":

@@ -76,7 +76,7 @@ class Broadcast(Way):
         self.name = f"gloo broadcast, {nbytes >> 20} MiB messages, {len(others)} receiver{'s'[: len(others) > 1]}"
         self._block, self._others, self._nbytes = model.block, others, nbytes
         self._store = GroupStore("127.0.0.1", 0, 60)
-        init = GroupInit("127.0.0.1", self._store.port, 1, 1 + len(others), "raw", "gloo", 60)
+        init = GroupInit("127.0.0.1", self._store.port, 1, 1 + len(others), f"raw-{nbytes}", "gloo", 60)
         lead = start(lambda: BroadcastGroup.lead(self._store, init, torch.device("cpu")), "lead")
         for rank, other in enumerate(others, 1):
             other.start(peer.join, init, rank)
@@ -86,7 +86,7 @@ class Broadcast(Way):
 
     def move(self) -> None:
         for other in self._others:
-            other.start(peer.take_broadcast, self._nbytes)
+            other.start(peer.take_broadcast, self._group.name, self._nbytes)
         for part in self._block.split(self._nbytes):
             self._group.broadcast(part)
         for other in self._others:
@@ -95,7 +95,7 @@ class Broadcast(Way):
     def close(self) -> None:
         self._group.destroy()
         for other in self._others:
-            other.call(peer.leave)
+            other.call(peer.leave, self._group.name)
 
 
 class RawFile(Way):

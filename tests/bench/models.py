@@ -52,7 +52,12 @@ def moe_10k() -> Spec:
     return [*spec, ("model.norm.weight", (hidden,))]
 
 
-MODELS = {"qwen3-0.6b": qwen3_0p6b, "moe-10k": moe_10k}
+def quick() -> Spec:
+    """Something small, 67 MB, for a look whether everything runs."""
+    return [(f"model.layers.{i}.mlp.up_proj.weight", (1024, 1024)) for i in range(32)]
+
+
+MODELS = {"qwen3-0.6b": qwen3_0p6b, "moe-10k": moe_10k, "quick": quick}
 
 
 def arena(spec: Spec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

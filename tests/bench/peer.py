@@ -62,7 +62,7 @@ class Here:
         self.pipe = pipe
         self.block, self.params = arena(MODELS[model]())
         self.ring: torch.Tensor | None = None
-        self.group: BroadcastGroup | None = None
+        self.groups: dict[str, BroadcastGroup] = {}
 
 
 def _serve(model: str, pipe: Connection) -> None:
@@ -127,18 +127,16 @@ def take_handles(here: Here) -> None:
 
 
 def join(here: Here, init: GroupInit, rank: int) -> None:
-    here.group = BroadcastGroup.join(init, rank)
+    here.groups[init.group_name] = BroadcastGroup.join(init, rank)
 
 
-def take_broadcast(here: Here, nbytes: int) -> None:
-    assert here.group is not None
+def take_broadcast(here: Here, group: str, nbytes: int) -> None:
     for part in here.block.split(nbytes):
-        here.group.broadcast(part)
+        here.groups[group].broadcast(part)
 
 
-def leave(here: Here) -> None:
-    assert here.group is not None
-    here.group.destroy()
+def leave(here: Here, group: str) -> None:
+    here.groups.pop(group).destroy()
 
 
 def take_file(here: Here, path: str) -> None:
