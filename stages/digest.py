@@ -16,7 +16,7 @@ import xxhash
 from stages.flow import dtype_name
 
 # Bytes copied and hashed at a time: source and target of a piece stay in a core's own cache.
-PIECE = 256 << 10
+PIECE = 512 << 10
 
 
 class RunningDigest:

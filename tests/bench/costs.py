@@ -111,7 +111,7 @@ class Fleet:
 
     def __init__(self, count: int, delay: float) -> None:
         command = [sys.executable, "-m", "tests.bench.fleet", "--count", str(count), "--delay", str(delay)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
         self.urls: list[str] = json.loads(self._process.stdout.readline())
 
@@ -122,9 +122,7 @@ class Fleet:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.communicate()
 
 
 def fleet_seconds(count: int = 64, delay: float = 0.02, slowness: float = 0.1, rounds: int = 3) -> dict[str, float]:

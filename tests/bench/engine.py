@@ -12,6 +12,8 @@ import json
 import pickle
 import socketserver
 import struct
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +165,8 @@ def main() -> None:
     torch.set_num_threads(1)
     server = Server(parser.parse_args().model)
     print(json.dumps({"url": f"http://127.0.0.1:{server.server_address[1]}"}), flush=True)
-    server.serve_forever()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.read()  # ends when whoever started this process does
 
 
 if __name__ == "__main__":

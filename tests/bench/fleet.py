@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from typing import Any
 
 
@@ -58,7 +59,9 @@ class Stub:
 async def run(count: int, delay: float) -> None:
     servers = [await asyncio.start_server(Stub(delay).serve, "127.0.0.1", 0, backlog=64) for _ in range(count)]
     print(json.dumps([f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in servers]), flush=True)
-    await asyncio.gather(*(s.serve_forever() for s in servers))
+    await asyncio.to_thread(sys.stdin.read)  # ends when whoever started this process does
+    for server in servers:
+        server.close()
 
 
 def main() -> None:

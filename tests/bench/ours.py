@@ -20,16 +20,14 @@ class EngineProcess:
 
     def __init__(self, model: str) -> None:
         command = [sys.executable, "-m", "tests.bench.engine", "--model", model]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
         self.url: str = json.loads(self._process.stdout.readline())["url"]
         self.pid = self._process.pid
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.communicate()
 
 
 class Ours(Way):
