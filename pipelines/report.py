@@ -5,7 +5,7 @@
                   "seconds": {"pause", "begin", "gather", "quantize", "pack", "wire", "apply", "commit", "resume",
                               "transfer", "total"},
                   "gb_per_s", "limit_gb_per_s", "limit_fraction",
-                  "engines": [{"url", "outcome", "version", "verified", "digest", "error"}]}],
+                  "engines": [{"url", "outcome", "version", "verified", "digest", "restarted", "error"}]}],
      "config": {...}, "libraries": {name: version}}
 
 Seconds are self-times, null where a phase did not happen or an engine merges it into another call; phases overlap, so they
@@ -47,13 +47,17 @@ PHASES = (
 
 @dataclass
 class EngineReport:
-    """One engine's part in one update. `verified` is one of stages.backends.base.PROOFS or null."""
+    """One engine's part in one update. `verified` is one of stages.backends.base.PROOFS or null.
+
+    `restarted`: since the update before it had become a new process, which served the weights that it started with.
+    """
 
     url: str
     outcome: str = ABORTED
     version: str | None = None
     verified: str | None = None
     digest: str | None = None
+    restarted: bool = False
     error: str | None = None
 
 

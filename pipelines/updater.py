@@ -78,6 +78,7 @@ class WeightUpdater:
         self._asked: Sequence[Any] | None = None  # the engines of the current update; None: all
         self._opened = False
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
+        self._restarted: set[str] = set()  # engines of which the next report has to say so
         self._background: ThreadPoolExecutor | None = None
         self._updating = threading.Lock()
         self.on_progress: Progress | None = None
@@ -163,6 +164,22 @@ class WeightUpdater:
     def tainted(self) -> dict[str, str]:
         """Engines that must not serve until a complete update, and why."""
         return {e.url: e.state.tainted for e in self._known if e.state.tainted is not None}
+
+    def outdated(self) -> dict[str, str]:
+        """Engines that do not serve the newest version now, and why: for whoever routes requests between updates.
+
+        Asks each of them. Tainted ones, unreachable ones, those that missed the last update, and those that restarted since
+        and serve what they started with; the next update brings them up. An LMDeploy engine has no version to read back: that
+        it restarted shows only while it is in a process group.
+        """
+        with self._updating:
+            newest = next(
+                (u.version for u in reversed(self.report.updates) if COMMITTED in {e.outcome for e in u.engines}), None
+            )
+            before = {engine.url: engine.state.version for engine in self._known}
+            failures = self._look_at(self._known)
+            reasons = {e.url: _behind(e, before[e.url], newest, failures.get(e.url)) for e in self._known}
+        return {url: reason for url, reason in reasons.items() if reason is not None}
 
     def add_engines(self, engines: Sequence[Any], tp: int = 1) -> None:
         """From the next update on, also these: URLs, or handles of Ray actors (see stages/backends/actor.py)."""
@@ -259,6 +276,9 @@ class WeightUpdater:
             expectation = self._make_ready(report)
             if run.comm.is_head:
                 session = Session(run)
+                for url in self._restarted & session.reports.keys():
+                    session.reports[url].restarted = True
+                    self._restarted.discard(url)
             self._send(session, expectation, report)
         except BaseException as error:
             self._failed(session, error, report, earlier)
@@ -380,18 +400,8 @@ class WeightUpdater:
             raise ConfigError(
                 "there is no engine to update; set engines.urls or engines.actors, or call add_engines first"
             )
-        failures: dict[str, EngineError] = {}
-        chosen = []
-        before = [engine.state.incarnation for engine in wanted]
-        probed = at_once(wanted, self._reach, "probe")
-        for engine, incarnation, probe in zip(wanted, before, probed, strict=True):
-            try:
-                probe.result()
-                chosen.append(engine)
-            except EngineError as error:
-                failures[engine.url] = error
-            if engine.url in failures or engine.state.incarnation != incarnation:
-                run.transport.leave(engine)
+        failures = self._look_at(wanted)
+        chosen = [engine for engine in wanted if engine.url not in failures]
         required = self.settings["engines"]["required"]
         need = len(wanted) if required == "all" else min(int(required), len(wanted))
         if len(chosen) < need:
@@ -399,6 +409,24 @@ class WeightUpdater:
             raise first if len(failures) == 1 else WeightstreamError("; ".join(str(e) for e in failures.values()))
         run.engines = chosen
         self._missed = failures
+
+    def _look_at(self, engines: Sequence[Engine]) -> dict[str, EngineError]:
+        """Probe them at the same time. What failed, by URL; what was set up with one that failed or restarted is forgotten."""
+        before = [(engine.state.incarnation, engine.state.version) for engine in engines]
+        failures: dict[str, EngineError] = {}
+        probed = at_once(engines, self._reach, "probe")
+        for engine, (incarnation, version), probe in zip(engines, before, probed, strict=True):
+            try:
+                probe.result()
+            except EngineError as error:
+                failures[engine.url] = error
+            restarted = engine.state.incarnation != incarnation
+            if restarted:
+                log.warning("engine %s restarted after version %s: it serves what it started with", engine.url, version)
+                self._restarted.add(engine.url)
+            if restarted or engine.url in failures:
+                self._run.transport.leave(engine)
+        return failures
 
     def _reach(self, engine: Engine) -> None:
         if engine.url not in self._locks:
@@ -451,6 +479,20 @@ class WeightUpdater:
 
 def _address(engine: Any) -> str:
     return actor.address_of(engine) if actor.is_handle(engine) else normalize(engine)
+
+
+def _behind(engine: Engine, before: str | None, newest: str | None, failure: EngineError | None) -> str | None:
+    """Why an engine does not serve the newest version; None where it does."""
+    state = engine.state
+    if failure is not None:
+        return str(failure)
+    if state.tainted is not None:
+        return f"tainted: {state.tainted}"
+    if state.version == newest:
+        return None
+    if state.version is None and before is not None:
+        return f"restarted after version {before}: it serves what it started with"
+    return f"has version {state.version}, the newest is {newest}" if state.version else "was not updated yet"
 
 
 def _untouched(engine: Engine) -> EngineReport:

@@ -356,6 +356,52 @@ def test_an_engine_that_restarted_is_noticed_and_set_up_anew(updater: WeightUpda
     assert left == [a.url, b.url]
 
 
+def test_whoever_routes_requests_learns_which_engines_are_behind(
+    updater: WeightUpdater, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that restarted between updates serves what is on its disk, and looks as healthy as before."""
+    a, b = fleet(updater)
+    assert set(updater.outdated()) == set()  # nothing was committed yet
+    updater.update(Toy(1.0))
+    assert updater.outdated() == {}
+    b.restart()
+    assert "restarted after version 1" in updater.outdated()[b.url]
+    assert "restarted" in caplog.text
+    assert "not updated yet" in updater.outdated()[b.url]  # asking again does not make it current
+    report = updater.update(Toy(2.0))
+    assert (part(report, a).restarted, part(report, b).restarted) == (False, True)
+    assert updater.outdated() == {}
+    b.dead = True
+    assert list(updater.outdated()) == [b.url]
+    b.dead = False
+    assert updater.outdated() == {}  # the same process, with the same weights
+    b.script("commit", b.refuse("commit"))
+    fail(updater, Toy(3.0))
+    assert "tainted" in updater.outdated()[b.url]
+    assert a.url not in updater.outdated()  # it has version 3 whole, and serves it
+    report = updater.update(Toy(4.0))
+    assert not part(report, b).restarted
+    assert updater.outdated() == {}
+
+
+def test_an_engine_that_missed_an_update_is_behind_until_it_is_caught_up() -> None:
+    with required(1) as updater:
+        a, b = fleet(updater)
+        updater.update(Toy(1.0))
+        b.dead = True
+        report = updater.update(Toy(2.0))
+        assert part(report, b).outcome == "refused"
+        b.dead = False  # a network that was away: the same process, still serving
+        assert updater.outdated() == {b.url: "has version 1, the newest is 2"}
+        report = updater.update(Toy(3.0), engines=[b.url])
+        assert (part(report, b).outcome, b.weights) == ("committed", Toy(3.0).bytes())
+        assert updater.outdated() == {a.url: "has version 2, the newest is 3"}
+        updater.add_engines(["http://c:1"])
+        assert updater.outdated()["http://c:1"] == "was not updated yet"
+        updater.remove_engines([a.url, "http://c:1"])
+        assert updater.outdated() == {}
+
+
 # -- verified how -------------------------------------------------------------------------------------------------------
 
 
