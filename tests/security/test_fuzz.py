@@ -27,7 +27,7 @@ from pipelines.engine.checkpoint import Checkpoint as EngineCheckpoint
 from pipelines.engine.pickles import PayloadError
 from pipelines.engine.unpickle import loads
 from pipelines.report import EngineReport, Report, UpdateReport, read_report
-from stages.backends.http import Http
+from stages.backends.http import Answer, Http
 from stages.errors import ConfigError, EngineError, TransportError, WeightstreamError
 from stages.flow import TensorSpec, plan_to_json
 from stages.gather.checkpoint import INDEX, Checkpoint, read_header
@@ -264,15 +264,8 @@ def test_reports(tmp_path: Path, report: bytes, status: bytes) -> None:
     st.sampled_from(["application/json", "x"]),
 )
 def test_answers_of_engines(data: bytes, code: int, kind: str) -> None:
-    class Answered:
-        status_code, content, headers, text = code, data, {"content-type": kind}, data.decode("latin1")
-
-        @staticmethod
-        def json() -> Any:
-            return json.loads(data)
-
     http = Http("http://x", None, 1.0)
-    http.raw = lambda *_, **__: Answered()  # type: ignore[assignment, method-assign]
+    http.raw = lambda *_, **__: Answer(code, data, kind)  # type: ignore[method-assign]
     with contextlib.suppress(EngineError):
         http.post("/x", "put", 1.0)
 
