@@ -150,7 +150,8 @@ class Http:
             connection.close()
             raise
         with self._lock:
-            keep = not response.will_close and len(self._idle) < _IDLE_CONNECTIONS
+            # A server may close after an error, a moment after it said so: too late for the next call to notice.
+            keep = response.status < 400 and not response.will_close and len(self._idle) < _IDLE_CONNECTIONS
             if keep:
                 self._idle.append(connection)
         if not keep:

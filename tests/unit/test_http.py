@@ -284,6 +284,18 @@ def test_connections_are_reused(http: Http, server: Server) -> None:
     assert len({a.port for a in server.asked}) == 1
 
 
+def test_a_connection_is_not_used_again_after_an_error(http: Http, server: Server) -> None:
+    """uvicorn ends it a moment after an answer of 500: the next POST would be reset."""
+    server.answers["/x"] = [Answer(500, "no"), Answer(200, {})]
+    with pytest.raises(EngineError, match="answered 500"):
+        http.post("/x", "put", 5.0)
+    http.post("/x", "put", 5.0)
+    http.post("/x", "put", 5.0)
+    first, second, third = (asked.port for asked in server.asked)
+    assert first != second
+    assert second == third
+
+
 def test_a_post_does_not_go_out_over_a_connection_that_the_engine_has_closed(http: Http, server: Server) -> None:
     """uvicorn closes idle ones after 5 s; a POST cannot be repeated, so it has to be noticed before."""
     server.answers["/x"] = Answer(200, {"ok": 1}, closes=True)
