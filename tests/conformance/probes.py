@@ -138,7 +138,7 @@ def expected_lmdeploy_params(folder: Path, names: Sequence[str], rank: int, tp: 
     """
     state = load_file(folder / "model.safetensors")
     whole = {name: _lmdeploy_param(name, state, 0 if ep > 1 else rank, tp) for name in names}
-    return {name: _sha256(t.chunk(ep)[rank] if ".experts." in name else t) for name, t in whole.items()}
+    return {name: _sha256(t.chunk(ep)[rank] if ep > 1 and ".experts." in name else t) for name, t in whole.items()}
 
 
 # How LMDeploy 0.18.0 lays out its parameters: q/k/v and gate/up fused along rows and split by rows within each of them,
