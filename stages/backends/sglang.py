@@ -128,8 +128,10 @@ class SglangEngine(Engine):
             self._end("commit")
             self._session = False
         if self._pause != "in_place":
-            # At once: with a timeout it would wait for the retracted requests too, which wait for us.
-            self.admin.post("/flush_cache", "flush", self.timeouts.control)
+            # Aborted requests are answered a moment before the scheduler is idle. Retracted ones wait for us, so that
+            # waiting for idleness would be in vain; but retracting leaves nothing running.
+            wait = {"timeout": self.timeouts.control / 2} if self._pause == "abort" else None
+            self.admin.post("/flush_cache", "flush", self.timeouts.control, query=wait)
         body = {"new_version": run.version, "abort_all_requests": False}
         self._succeed("/update_weight_version", "commit", body, self.timeouts.control)
 

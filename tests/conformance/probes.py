@@ -118,7 +118,10 @@ def fingerprint(server: EngineServer) -> Any:
 def stock_update(server: EngineServer, folder: Path) -> None:
     """A whole update by the engine's simplest own route."""
     if server.name == "sglang":
-        ask(server, "POST", "/update_weights_from_disk", {"model_path": str(folder)})
+        # Paused, because a request is answered a moment before its scheduler is idle, and only then can it flush.
+        ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        ask(server, "POST", "/update_weights_from_disk", {"model_path": str(folder), "keep_pause": True})
+        ask(server, "POST", "/continue_generation", {})
     elif server.name == "vllm":
         ask(server, "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         ask(server, "POST", "/reset_prefix_cache")  # an update does not invalidate it

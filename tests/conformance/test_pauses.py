@@ -39,7 +39,7 @@ def test_a_running_request_ends_as_documented(
     reason, count = ending(running)
     assert (reason == "abort", 1 + count < TOKENS) == (cut, cut)
     if mode == "in_place":  # old keys and values stay, by intention
-        probes.ask(server, "POST", "/flush_cache")
+        probes.ask(server, "POST", "/flush_cache?timeout=60")
     assert_serves(server, last, learned)
 
 

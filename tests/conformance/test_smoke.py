@@ -49,7 +49,7 @@ def test_server_restarts_on_its_port_and_leaves_nothing(server: EngineServer) ->
 
 @serve(Served("sglang", FP32, api_key=READ, admin_key=CONTROL))
 def test_sglang_wants_one_key_for_control_and_another_for_reading(server: EngineServer) -> None:
-    assert call(server, "POST", "/flush_cache", control=True).status_code == 200
+    assert call(server, "POST", "/flush_cache?timeout=60", control=True).status_code == 200
     assert call(server, "POST", "/flush_cache", control=False).status_code == 401
     assert call(server, "GET", "/model_info", control=False).status_code == 200
     assert call(server, "GET", "/model_info", control=True).status_code == 401

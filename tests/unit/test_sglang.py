@@ -215,6 +215,12 @@ def test_the_cache_is_flushed_before_anything_is_generated(updater: WeightUpdate
     assert "timeout" not in server.last("/flush_cache").query  # it would wait for what was retracted, in vain
 
 
+def test_aborted_requests_may_take_a_moment_to_leave(engine: Engine, server: Server) -> None:
+    with updater_over(server, backend("abort")) as updater:
+        updater.update(Toy(1.0))
+    assert server.last("/flush_cache").query == {"timeout": ["10.0"]}
+
+
 def test_paused_in_place_nothing_is_flushed(engine: Engine, server: Server) -> None:
     with updater_over(server, backend("in_place")) as updater:
         updater.update(Toy(1.0))
