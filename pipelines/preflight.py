@@ -6,6 +6,7 @@ Engines answer most of these mismatches with success and wrong output, or by dyi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from stages.errors import PreflightError
@@ -50,6 +51,19 @@ def check(plan: Plan, expected: Mapping[str, TensorSpec], config: Mapping[str, A
                 f"modules that it keeps wide"
             )
         raise PreflightError(engine, problems, hints)
+
+
+def taken_wide(expected: Mapping[str, TensorSpec], plan: Plan, on_load: frozenset[str]) -> Mapping[str, TensorSpec]:
+    """`expected` for an engine that quantizes the weights `on_load` itself: their sent dtype, without their scales."""
+    if not on_load:
+        return expected
+    wide = {t.name: t for t in plan.tensors if t.name in on_load and t.dtype.is_floating_point and t.dtype.itemsize > 1}
+    scales = {name + "_scale_inv" for name in wide}
+    return {
+        name: replace(spec, dtype=wide[name].dtype) if name in wide else spec
+        for name, spec in expected.items()
+        if name not in scales
+    }
 
 
 def _hints(unknown: list[str], missing: list[str]) -> list[str]:

@@ -41,12 +41,14 @@ def path() -> Any:
 class LmdeployConf:
     _target_: str = "stages.backends.lmdeploy.Lmdeploy"
     sleep_level: int = field(default=MISSING, metadata={"choices": (1, 2)})
+    load_format: str = choice("flattened_bucket", "per_tensor")
 
 
 @dataclass
 class SglangConf:
     _target_: str = "stages.backends.sglang.Sglang"
     pause: str = choice("retract", "abort", "in_place")
+    load_format: str = choice("flattened_bucket", "per_tensor")
 
 
 @dataclass
@@ -112,6 +114,11 @@ class AutoQuantizeConf:
     skip: list[str] | None = MISSING
     allow_nonfinite: bool = MISSING
     look_ahead: bool = MISSING
+
+
+@dataclass
+class EngineQuantizeConf:
+    _target_: str = "stages.quantize.engine.ByEngine"
 
 
 @dataclass
@@ -312,6 +319,7 @@ OPTIONS: Mapping[str, Mapping[str, type[Schema]]] = {
     "gather": {"params": GatherParamsConf},
     "quantize": {
         "auto": AutoQuantizeConf,
+        "engine": EngineQuantizeConf,
         "fp8_block": Fp8BlockConf,
         "fp8_block_ue8m0": Fp8BlockUe8m0Conf,
         "fp8_tensor": Fp8TensorConf,

@@ -462,7 +462,8 @@ class WeightUpdater:
             key = (plan.hash, engine.state.incarnation)
             checkpoint = self._references.of(engine)
             if checkpoint is not None and self._checked.get(engine.url) != key:
-                preflight.check(plan, checkpoint.specs, checkpoint.config, engine.url)
+                expected = preflight.taken_wide(checkpoint.specs, plan, self._run.on_load)
+                preflight.check(plan, expected, checkpoint.config, engine.url)
                 self._checked[engine.url] = key
 
     def _progress(self, total: int) -> Callable[[int], None]:

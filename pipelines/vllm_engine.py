@@ -2,7 +2,8 @@
 
 Our receiver takes the bytes (shared memory or a broadcast group, as init_info says); complete tensors go to the model's own
 `load_weights` under vLLM's layerwise reload, which re-quantizes, repacks and keeps storages, and which holds on to what it is
-given until the layer is complete: so it gets memory of its own. Seen in vLLM 0.32.0; 0.33 by its source.
+given until the layer is complete: so it gets memory of its own. Not inside `torch.device(...)`: that is a torch-function mode,
+under which the compiled online quantization recurses without end. Seen in vLLM 0.32.0; 0.33 by its source.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class WeightstreamEngine(WeightTransferEngine[WeightstreamInitInfo, Weightstream
         self._receiver.receive(asdict(update_info), self._assembler)
         weights = self._assembler.take()
         if weights:
-            with torch.device(self.device), _partial_loads_allowed():
+            with _partial_loads_allowed():
                 self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:

@@ -255,6 +255,14 @@ class Bucket:
         assert self.slot is not None
         return self.slot.memory[: self.layout.nbytes]
 
+    def tensors(self, memory: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Name and view of every tensor in the bucket, or in `memory`, a copy of it. For wires that cut no tensor."""
+        memory = self.memory if memory is None else memory
+        return [
+            (e.spec.name, memory[e.offset : e.offset + e.nbytes].view(e.spec.dtype).view(e.spec.shape))
+            for e in self.layout.entries
+        ]
+
     def release(self) -> None:
         """Give the slot back to its ring. Safe to call twice."""
         release, self._release = self._release, lambda: None

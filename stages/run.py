@@ -36,7 +36,8 @@ class Wire:
     `mixed`: may a bucket hold several dtypes. `split`: may a tensor be cut across buckets. `align`: entries start at
     multiples of this many bytes; 1 means no padding at all, entries then go widest item first so that none is misaligned.
     `aliases`: send tied names as tensors of their own ("duplicate") or not at all ("omit"). `digest`: the receiver checks one.
-    `bootstrap`: how process groups find each other, by a "store" or by an NCCL "unique_id".
+    `bootstrap`: how process groups find each other, by a "store" or by an NCCL "unique_id". `per_tensor`: each tensor of a
+    bucket is a broadcast, or a handle, of its own.
     """
 
     mixed: bool = True
@@ -45,6 +46,7 @@ class Wire:
     aliases: str = "omit"
     digest: bool = False
     bootstrap: str = "store"
+    per_tensor: bool = False
 
 
 class Clock:
@@ -86,6 +88,7 @@ class Run:
     engines: list[Engine] = field(default_factory=list)  # those that take part in this update
     model: Any = None  # what gather reads: a module or a checkpoint folder
     expected: dict[str, TensorSpec] | None = None  # what the engines' checkpoint holds, where known
+    on_load: frozenset[str] = frozenset()  # weights that come wide, for the engines to quantize
     gathered: tuple[GroupSpec, ...] = ()  # what the first stage yields, in order
     plan: Plan | None = None
     planned: tuple[object, ...] | None = None  # what `plan` was made from

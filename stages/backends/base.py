@@ -62,6 +62,7 @@ class Backend(ABC):
     name: ClassVar[str]
     transports: ClassVar[tuple[str, ...]]
     refusals: ClassVar[dict[str, str]] = {}  # transport -> why not, in one sentence
+    quantizes_on_load: ClassVar[tuple[str, ...]] = ()  # formats of which it takes the wide weights instead
 
     @abstractmethod
     def wire(self, transport: str) -> Wire:

@@ -13,8 +13,18 @@ from typing import Any
 
 import torch
 
+from stages.errors import ConfigError
 from stages.flow import Bucket, BucketLayout, dtype_name
 from stages.transport.shm import handle_pickle
+
+LOAD_FORMATS = ("flattened_bucket", "per_tensor")
+
+
+def check_load_format(load_format: str) -> str:
+    """Raise ConfigError for one that is not in LOAD_FORMATS."""
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"backend.load_format: {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    return load_format
 
 
 def metadata_of(layout: BucketLayout, unit: int) -> list[SimpleNamespace]:

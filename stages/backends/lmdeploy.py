@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stages.backends.base import Backend, Engine, Keys
-from stages.backends.flattened import PayloadCache, encode, metadata_of, names_of
+from stages.backends.flattened import PayloadCache, check_load_format, encode, metadata_of, names_of
 from stages.backends.http import expect_dict
 from stages.errors import CompositionError, ConfigError, EngineError, EngineUnreachable
 from stages.flow import Bucket, Shipment
@@ -22,19 +22,25 @@ from stages.transport.shm import reduce_handle
 
 
 class Lmdeploy(Backend):
-    """`sleep_level` 2 frees the old weights before the update, 1 keeps a copy in host memory."""
+    """`sleep_level` 2 frees the old weights before the update, 1 keeps a copy in host memory.
+
+    `load_format`: a bucket of one dtype travels as one flattened_bucket, or one of any dtypes per_tensor as a list.
+    """
 
     name = "lmdeploy"
     transports = ("ipc", "nccl")
+    quantizes_on_load = ("fp8_block",)
     refusals = {"disk": "LMDeploy has no route that loads a checkpoint folder"}
 
-    def __init__(self, sleep_level: int = 2) -> None:
+    def __init__(self, sleep_level: int = 2, load_format: str = "flattened_bucket") -> None:
         if sleep_level not in (1, 2):
             raise ConfigError(f"backend.sleep_level: {sleep_level} is not one of 1, 2")
         self.sleep_level = sleep_level
+        self.load_format = check_load_format(load_format)
 
     def wire(self, transport: str) -> Wire:
-        return Wire(mixed=False, split=False, align=1, aliases="omit")
+        per_tensor = self.load_format == "per_tensor"
+        return Wire(mixed=per_tensor, split=False, align=1, aliases="omit", per_tensor=per_tensor)
 
     def engine(self, url: str, tp: int, keys: Keys, timeouts: Timeouts) -> LmdeployEngine:
         return LmdeployEngine(url, tp, keys, timeouts, self.sleep_level)
@@ -123,29 +129,23 @@ class LmdeployEngine(Engine):
     def put(self, shipment: Shipment, run: Run) -> None:
         message, layout = shipment.message, shipment.bucket.layout
         if isinstance(message, IpcMessage):
-            body: dict[str, Any] = {
-                "serialized_named_tensors": message.payloads[self.url],
-                "load_format": "flattened_bucket",
-                "finished": False,
-            }
-            self._update_params(body)
+            body: dict[str, Any] = {"serialized_named_tensors": message.payloads[self.url], "finished": False}
+            self._update_params(body | _load_format(run))
             if self._event is not None:
                 self._event.synchronize()  # recorded by the engine once it has read the slot
         elif isinstance(message, GroupMessage):
             body = {**names_of(layout), "group_name": message.group_names[self.url]}
-            body |= {"load_format": "flattened_bucket", "finished": False}
+            body |= {"finished": False} | _load_format(run)
             self._succeed("/update_weights_from_distributed", "put", body, self.timeouts.put)
 
     def commit(self, run: Run) -> None:
         """The finish marker, without tensors: it goes out once per update, whatever the last bucket was."""
         if run.transport.name == "ipc":
-            nothing = encode({"metadata": []})
-            self._update_params(
-                {"serialized_named_tensors": [nothing] * self.tp, "load_format": "flattened_bucket", "finished": True},
-                phase="commit",
-            )
+            nothing = encode([] if run.wire.per_tensor else {"metadata": []})
+            body: dict[str, Any] = {"serialized_named_tensors": [nothing] * self.tp, "finished": True}
+            self._update_params(body | _load_format(run), phase="commit")
         else:
-            body: dict[str, Any] = {
+            body = {
                 "names": [],
                 "dtypes": [],
                 "shapes": [],
@@ -171,10 +171,15 @@ class LmdeployEngine(Engine):
     def encode_ipc(self, bucket: Bucket, run: Run) -> str:
         slot, layout = bucket.slot, bucket.layout
         assert slot is not None
-        dtype = layout.entries[0].spec.dtype
         on_gpu = slot.memory.is_cuda
         if not on_gpu and (cached := self._payloads.get(bucket)) is not None:
             return cached
+        if run.wire.per_tensor:
+            # Its reply is no device sync, and a list has no event: a fresh export, freed by torch after the engine.
+            tensors = bucket.tensors(bucket.memory.clone() if on_gpu else None)
+            payload = encode([(name, reduce_handle(tensor)) for name, tensor in tensors])
+            return payload if on_gpu else self._payloads.put(bucket, payload)
+        dtype = layout.entries[0].spec.dtype
         state: dict[str, Any] = {"metadata": metadata_of(layout, dtype.itemsize), "require_clone": False}
         if on_gpu:
             state |= self._event_handle()
@@ -242,6 +247,11 @@ class LmdeployEngine(Engine):
                 return False
             raise
         return True
+
+
+def _load_format(run: Run) -> dict[str, str]:
+    """Nothing where a bucket is a list: LMDeploy takes any word but one for that."""
+    return {} if run.wire.per_tensor else {"load_format": "flattened_bucket"}
 
 
 def _whole_items(memory: torch.Tensor, dtype: torch.dtype) -> int:

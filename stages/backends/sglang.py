@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from stages.backends.base import Backend, Engine, Keys
-from stages.backends.flattened import PayloadCache, encode, metadata_of, names_of
+from stages.backends.flattened import PayloadCache, check_load_format, encode, metadata_of, names_of
 from stages.backends.http import expect_dict
 from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment
@@ -22,18 +24,23 @@ _PAUSES = ("abort", "retract", "in_place")
 
 
 class Sglang(Backend):
-    """`pause`: abort running requests, retract them (KV dropped and recomputed), or keep them in_place with their old KV."""
+    """`pause`: abort running requests, retract them (KV dropped and recomputed), or keep them in_place with their old KV.
+
+    `load_format`: a bucket travels as one flattened_bucket, or per_tensor as a list.
+    """
 
     name = "sglang"
     transports = ("ipc", "nccl", "disk")
 
-    def __init__(self, pause: str = "retract") -> None:
+    def __init__(self, pause: str = "retract", load_format: str = "flattened_bucket") -> None:
         if pause not in _PAUSES:
             raise ConfigError(f"backend.pause: {pause!r} is not one of {', '.join(_PAUSES)}")
         self.pause = pause
+        self.load_format = check_load_format(load_format)
 
     def wire(self, transport: str) -> Wire:
-        return Wire(mixed=True, split=False, align=1, aliases="omit", digest=transport == "disk")
+        per_tensor = self.load_format == "per_tensor"
+        return Wire(mixed=True, split=False, align=1, aliases="omit", digest=transport == "disk", per_tensor=per_tensor)
 
     def engine(self, url: str, tp: int, keys: Keys, timeouts: Timeouts) -> SglangEngine:
         return SglangEngine(url, tp, keys, timeouts, self.pause)
@@ -103,7 +110,9 @@ class SglangEngine(Engine):
 
     def put(self, shipment: Shipment, run: Run) -> None:
         message, layout = shipment.message, shipment.bucket.layout
-        body: dict[str, Any] = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
+        body: dict[str, Any] = {"flush_cache": False, "abort_all_requests": False}
+        if not run.wire.per_tensor:
+            body["load_format"] = "flattened_bucket"
         if isinstance(message, IpcMessage):
             body["serialized_named_tensors"] = message.payloads[self.url]
             self._succeed("/update_weights_from_tensor", "put", body, self.timeouts.put)
@@ -153,17 +162,13 @@ class SglangEngine(Engine):
         return "version"
 
     def encode_ipc(self, bucket: Bucket, run: Run) -> str:
-        slot, layout = bucket.slot, bucket.layout
-        assert slot is not None
-        if slot.memory.is_cuda:
+        assert bucket.slot is not None
+        if bucket.slot.memory.is_cuda:
             # Its reply is no device sync: a fresh export, kept by torch until the engine has dropped its references.
-            fresh = bucket.memory.clone()
-            return encode({"flattened_tensor": fresh, "metadata": metadata_of(layout, 1)}, device_by_uuid=True)
+            return encode(_content(bucket, bucket.memory.clone(), run), device_by_uuid=True)
         if (cached := self._payloads.get(bucket)) is not None:
             return cached
-        return self._payloads.put(
-            bucket, encode({"flattened_tensor": bucket.memory, "metadata": metadata_of(layout, 1)})
-        )
+        return self._payloads.put(bucket, encode(_content(bucket, bucket.memory, run)))
 
     def generate(self, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         body = {
@@ -190,3 +195,10 @@ class SglangEngine(Engine):
         answer = expect_dict(self.admin, self.admin.post(path, phase, timeout, body), phase, path)
         if answer.get("success") is not True:
             raise self.fail(phase, f"{path}: {answer.get('message', answer)}", status=200, body=str(answer))
+
+
+def _content(bucket: Bucket, memory: torch.Tensor, run: Run) -> Any:
+    """What the tensor route unpickles: a list of names and tensors, or one flat tensor and where they lie in it."""
+    if run.wire.per_tensor:
+        return bucket.tensors(memory)
+    return {"flattened_tensor": memory, "metadata": metadata_of(bucket.layout, 1)}

@@ -109,12 +109,15 @@ class Nccl(Transport):
     def ship(self, bucket: Bucket, run: Run) -> Shipment:
         if bucket.slot is None:
             return Shipment(bucket, GroupMessage({}))
-        memory = bucket.memory
-        if not run.wire.mixed and bucket.layout.entries:
-            memory = memory.view(bucket.layout.entries[0].spec.dtype)
+        if run.wire.per_tensor:
+            parts = [tensor for _, tensor in bucket.tensors()]
+        elif run.wire.mixed or not bucket.layout.entries:
+            parts = [bucket.memory]
+        else:
+            parts = [bucket.memory.view(bucket.layout.entries[0].spec.dtype)]
         names = {e.url: live.group.name for live in self._live for e in live.engines}
         groups = [live.group for live in self._live]
-        return Shipment(bucket, GroupMessage(names), lambda: _broadcast_all(groups, memory))
+        return Shipment(bucket, GroupMessage(names), lambda: _broadcast_all(groups, parts))
 
     def _form(self, engines: tuple[Engine, ...], run: Run) -> _Live:
         assert self._store is not None
@@ -169,22 +172,28 @@ class Nccl(Transport):
 
 def _refuse_what_gloo_lacks(run: Run) -> None:
     """Where buckets travel in the dtype of their tensors, gloo must know it; else the engines fail in the broadcast."""
-    if run.wire.mixed or run.device.type == "cuda":
+    if (run.wire.mixed and not run.wire.per_tensor) or run.device.type == "cuda":
         return  # as bytes, or by NCCL
     lacking = sorted({dtype_name(t.dtype) for t in run.current_plan.tensors if t.dtype not in _GLOO_DTYPES})
     if lacking:
+        flattened = " or backend.load_format=flattened_bucket" if run.wire.mixed else ""
         raise ConfigError(
             f"transport=nccl on CPU: {run.backend.name} receives tensors in their own dtype, and gloo cannot broadcast "
-            f"{', '.join(lacking)}; use transport=ipc"
+            f"{', '.join(lacking)}; use transport=ipc{flattened}"
         )
 
 
-def _broadcast_all(groups: list[Group], memory: torch.Tensor) -> None:
+def _broadcast_all(groups: list[Group], parts: list[torch.Tensor]) -> None:
     if len(groups) == 1:
-        groups[0].broadcast(memory)
+        _broadcast(groups[0], parts)
         return
-    futures = [start(partial(g.broadcast, memory), "group") for g in groups]
+    futures = [start(partial(_broadcast, g, parts), "group") for g in groups]
     wait(futures)
     errors = [error for f in futures if (error := f.exception()) is not None]
     if errors:
         raise errors[0]
+
+
+def _broadcast(group: Group, parts: list[torch.Tensor]) -> None:
+    for part in parts:
+        group.broadcast(part)

@@ -50,13 +50,13 @@ def cells() -> Iterator[object]:
 
 
 def exercise(
-    server: EngineServer, served: Recipe, transport: str, checkpoints: CheckpointCache, workspace: Path
+    server: EngineServer, served: Recipe, transport: str, checkpoints: CheckpointCache, workspace: Path, *more: str
 ) -> None:
     """Two updates by one updater, each proved; nothing left behind."""
     ours = segments()
     folders = [checkpoints(replace(served, seed=seed)) for seed in (1, 0)]
     learned = {folder: learn(server, folder) for folder in folders}
-    with updater(server, transport, workspace, "bucket.capacity=256KiB") as weights:
+    with updater(server, transport, workspace, "bucket.capacity=256KiB", *more) as weights:
         for number, folder in enumerate(folders):
             fill_prefix_cache(server)
             report = weights.update(folder, version=f"{transport}-{number}")
