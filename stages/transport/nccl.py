@@ -176,10 +176,14 @@ def _refuse_what_gloo_lacks(run: Run) -> None:
         return  # as bytes, or by NCCL
     lacking = sorted({dtype_name(t.dtype) for t in run.current_plan.tensors if t.dtype not in _GLOO_DTYPES})
     if lacking:
-        flattened = " or backend.load_format=flattened_bucket" if run.wire.mixed else ""
+        way_out = "transport=ipc"
+        if run.wire.mixed:
+            way_out += ", or backend.load_format=flattened_bucket"
+        if run.backend.quantizes_on_load:
+            way_out += ", or quantize=engine, which leaves it to the engine"
         raise ConfigError(
             f"transport=nccl on CPU: {run.backend.name} receives tensors in their own dtype, and gloo cannot broadcast "
-            f"{', '.join(lacking)}; use transport=ipc{flattened}"
+            f"{', '.join(lacking)}; use {way_out}"
         )
 
 

@@ -80,4 +80,5 @@ def _column(outcomes: Iterable[tuple[str, bool]]) -> str:
 
 def _model(served: Served) -> str:
     recipe = served.recipe
-    return " ".join([recipe.arch, *(["fp8"] if recipe.fp8 else []), *(["tied"] if recipe.tied else [])])
+    words = {"fp8": recipe.fp8, "fp8 online": "fp8_per_block" in served.extra, "tied": recipe.tied}
+    return " ".join([recipe.arch, *(word for word, true in words.items() if true)])

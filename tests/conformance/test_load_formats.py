@@ -48,6 +48,7 @@ def test_lmdeploy_quantizes_what_comes_wide(
             probes.assert_lmdeploy_holds(server, checkpoints(replace(FP8, seed=seed)))
 
 
+@pytest.mark.support
 @pytest.mark.skipif(not HAS_AMX, reason="vLLM's fp8 on CPU needs AMX")
 @serve(Served("vllm", Recipe(), extra=(*PLUGIN, "--quantization", "fp8_per_block")))
 @pytest.mark.parametrize("transport", ["ipc", "nccl", "disk"])
