@@ -20,21 +20,26 @@ import socket
 import struct
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stages.digest import bytes_digest
+from stages.digest import PIECE, RunningDigest
 from stages.errors import ConfigError, TransportError
 from stages.flow import Bucket, BucketLayout, Plan, Shipment
 from stages.gather.checkpoint import SAFETENSORS_DTYPES
 from stages.run import Run
+from stages.threads import start
 from stages.transport.base import Transport
 from stages.transport.messages import DiskMessage
 
 MANIFEST = "weightstream.json"
+_SYNCS_AT_ONCE = 4
 _DTYPES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
@@ -58,6 +63,8 @@ class Disk(Transport):
         self._reference: Path | None = None
         self._files: dict[str, dict[str, Any]] = {}
         self._index: dict[str, str] = {}
+        self._syncing: list[Future[None]] = []
+        self._pruning: Future[None] | None = None
 
     def open(self, run: Run) -> None:
         if run.comm.is_head:
@@ -67,6 +74,7 @@ class Disk(Transport):
 
     def close(self) -> None:
         self._drop()
+        self._pruned()
 
     def last_version(self) -> int:
         return max((int(p.name) for p in self.path.iterdir() if p.name.isdecimal()), default=0)
@@ -80,6 +88,7 @@ class Disk(Transport):
             )
         if (self.path / run.version).exists():
             raise ConfigError(f"{self.path / run.version} exists: a version is never overwritten; give another version")
+        self._pruned()
         with _explained(self.path):
             need, free = run.current_plan.nbytes, shutil.disk_usage(self.path).free
         if need > free:
@@ -88,7 +97,7 @@ class Disk(Transport):
             )
         self._drop()
         self._files, self._index = {}, {}
-        self._folder = self.path / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._folder = self._hidden()
         with _explained(self._folder):
             self._folder.mkdir(mode=0o700)
 
@@ -96,9 +105,9 @@ class Disk(Transport):
         if bucket.slot is None or self._folder is None:
             return Shipment(bucket, DiskMessage(""))
         name = f"model-{bucket.layout.seq + 1:05d}-of-{len(bucket.plan.buckets):05d}.safetensors"
-        memory = bucket.memory.cpu()
-        _write_file(self._folder / name, header_of(bucket.layout), memory, self.fsync)
-        digest = bucket.digest if bucket.digest is not None else bytes_digest(memory)
+        digest = _write_file(self._folder / name, header_of(bucket.layout), bucket.memory.cpu(), bucket.digest)
+        if self.fsync:
+            self._sync_behind(self._folder / name)
         self._files[name] = {"nbytes": bucket.layout.nbytes, "xxh3_64": f"{digest:016x}"}
         self._index.update({e.spec.name: name for e in bucket.layout.entries})
         return Shipment(bucket, DiskMessage(name))
@@ -110,6 +119,7 @@ class Disk(Transport):
         self._reference = run.reference
         with _explained(target):
             self._write_metadata(run.current_plan, run)
+            self._await_syncs()
             os.rename(self._folder, target)
             self._folder, self._published = None, target
             if self.fsync:
@@ -120,7 +130,7 @@ class Disk(Transport):
         """Only now the older ones may go."""
         if self._published is not None:
             self._published = None
-            self._prune()
+            self._pruning = start(self._prune, "prune")
 
     def discard(self, run: Run) -> None:
         """A version that was not committed goes again, so that the next attempt may have its name."""
@@ -141,9 +151,29 @@ class Disk(Transport):
         for name, content in (("model.safetensors.index.json", index), (MANIFEST, manifest)):
             (self._folder / name).write_text(json.dumps(content, indent=1))
         if self.fsync:
-            for file in self._folder.iterdir():
+            for file in [path for path in self._folder.iterdir() if path.name not in self._files]:
                 _sync(file)
             _sync(self._folder)
+
+    def _sync_behind(self, file: Path) -> None:
+        """While the next file is written; a few at a time."""
+        if len(self._syncing) == _SYNCS_AT_ONCE:
+            self._await_sync()
+        self._syncing.append(start(partial(_sync, file), "fsync"))
+
+    def _await_syncs(self) -> None:
+        while self._syncing:
+            self._await_sync()
+
+    def _await_sync(self) -> None:
+        with _explained(self.path):
+            self._syncing.pop(0).result()
+
+    def _pruned(self) -> None:
+        """Older versions are removed behind the engines' backs; whoever looks at the folder waits for that."""
+        if self._pruning is not None:
+            wait([self._pruning])
+            self._pruning = None
 
     def _seen_by_engines(self, folder: Path) -> str:
         text = str(folder.resolve())
@@ -161,10 +191,17 @@ class Disk(Transport):
         if self._reference is not None:
             ours = [p for p in ours if not p.samefile(self._reference)]
         for old in sorted(ours, key=lambda p: p.stat().st_mtime_ns, reverse=True)[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+            hidden = self._hidden()  # half removed, it must not look like a checkpoint
+            os.rename(old, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _hidden(self) -> Path:
+        return self.path / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     def _drop(self) -> None:
         folder, self._folder = self._folder, None
+        wait(self._syncing)
+        self._syncing = []
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -185,16 +222,26 @@ def header_of(layout: BucketLayout) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_file(path: Path, header: bytes, memory: torch.Tensor, fsync: bool) -> None:
+def _write_file(path: Path, header: bytes, memory: torch.Tensor, digest: int | None) -> int:
+    """xxh3-64 over `memory`, unless it is known, taken piece by piece on the way out."""
+    running = RunningDigest()
     with (
         _explained(path),
         open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file,
     ):
-        for part in (memoryview(header), memory.numpy().data):
-            while part:
-                part = part[file.write(part) :]
-        if fsync:
-            os.fsync(file.fileno())
+        _write(file, memoryview(header))
+        view = memory.numpy().data
+        for begin in range(0, len(view), PIECE):
+            piece = view[begin : begin + PIECE]
+            if digest is None:
+                running.update(piece)
+            _write(file, piece)
+    return running.value() if digest is None else digest
+
+
+def _write(file: RawIOBase, part: memoryview) -> None:
+    while part:
+        part = part[file.write(part) :]
 
 
 @contextmanager

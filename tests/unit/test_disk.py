@@ -226,7 +226,9 @@ def test_old_versions_go_when_a_newer_one_is_committed_not_before(tmp_path: Path
         if version == "3":
             assert visible(tmp_path) == ["1", "2", "3"]  # whoever serves 1 or 2 may still need it
         transport.committed(version)
+    transport.close()
     assert visible(tmp_path) == ["3", "4"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_only_versions_of_ours_are_pruned(tmp_path: Path) -> None:
@@ -236,7 +238,9 @@ def test_only_versions_of_ours_are_pruned(tmp_path: Path) -> None:
     for version in ("1", "2", "3"):
         push(transport, version)
         transport.committed(version)
+    transport.close()
     assert visible(tmp_path) == ["3", "checkpoint-100", "notes.txt"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_reference_is_not_pruned(tmp_path: Path) -> None:
@@ -244,7 +248,9 @@ def test_the_reference_is_not_pruned(tmp_path: Path) -> None:
     for version in ("1", "2", "3"):
         push(transport, version, reference=tmp_path / "1" if version != "1" else None)
         transport.committed(version)
+    transport.close()
     assert visible(tmp_path) == ["1", "3"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_leftovers_of_dead_processes_of_this_host_are_removed(tmp_path: Path) -> None:
