@@ -167,8 +167,8 @@ class Receiver:
         else:
             view = memory.numpy().data
             for (spec, start), (first, last), piece in zip(pieces.sinks, pieces.spans, pieces.of(memory), strict=True):
-                digest.update(view[first:last])
                 sink(spec, start, piece)
+                digest.update(view[first:last])  # after it was read for the sink, while it is in the cache
         if digest is not None and f"{digest.value():016x}" != parsed.digest:
             raise TransportError(
                 f"bucket {parsed.seq} arrived changed: its digest is {digest.value():016x}, the sender's {parsed.digest}"
