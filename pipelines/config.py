@@ -62,8 +62,11 @@ def compose_config(overrides: list[str], *, with_hydra: bool = False) -> DictCon
             raise ConfigError("an override is empty\n  write key=value, for instance backend=lmdeploy") from None
 
 
-def precheck(overrides: list[str], *, sweep: bool) -> None:
-    """Refuse what cannot work before Hydra creates or saves anything. Of a sweep, its first job is looked at."""
+def precheck(overrides: list[str], *, sweep: bool) -> dict[str, Any] | None:
+    """Refuse what cannot work before Hydra creates or saves anything. Of a sweep, its first job is looked at.
+
+    Returns the settings of the only job, None for a sweep.
+    """
     refuse_secrets(overrides)
     if sweep:
         overrides = _first_of_each(overrides)
@@ -71,19 +74,21 @@ def precheck(overrides: list[str], *, sweep: bool) -> None:
     mode = config.hydra.mode
     if not sweep and mode is not None and mode.name == "MULTIRUN":
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-        precheck([*overrides, *params], sweep=True)
-        return
+        return precheck([*overrides, *params], sweep=True)
     with open_dict(config):
         config.hydra.runtime.output_dir = os.path.abspath(config.hydra.run.dir)
-    check_job(config)
+    job = check_job(config)
+    if sweep and job["task"] != "run":
+        raise ConfigError(f"task={job['task']} is no sweep\n  leave out -m, or set task=run")
+    return None if sweep else job
 
 
-def check_job(config: DictConfig) -> None:
-    """Raise ConfigError unless `config`, with its hydra node and run folder, can be run."""
+def check_job(config: DictConfig) -> dict[str, Any]:
+    """The settings of `config`, which has its hydra node and run folder. Raises ConfigError unless it can be run."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
-        load({str(key): value for key, value in config.items() if key != "hydra"})
+        return load({str(key): value for key, value in config.items() if key != "hydra"})
     finally:
         HydraConfig.instance().cfg = before
 

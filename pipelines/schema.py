@@ -286,7 +286,7 @@ class SessionConf:
 class Config:
     """A whole run. Nodes typed `Any` are chosen from a group; their own class is found by `_target_` or `kind`."""
 
-    task: str = choice("run")
+    task: str = choice("run", "plan")
     updates: int = positive()
     progress: str = choice("auto", "on", "off")
     recipe: RecipeConf = field(default_factory=RecipeConf)
@@ -358,6 +358,14 @@ def schema_of(key: str, node: Any) -> type[Schema] | None:
             continue
         return schema
     return None
+
+
+def option_of(group: str, node: Mapping[str, Any] | None) -> str:
+    """The option of a group that made this node: `none` where it is null, the class of a component that is not ours."""
+    if node is None:
+        return "none"
+    targets = {f.default: option for option, s in OPTIONS[group].items() for f in fields(s) if f.name == "_target_"}
+    return targets.get(node["_target_"], str(node["_target_"]))
 
 
 def nested(f: Field[Any]) -> type[Schema] | None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -74,7 +75,9 @@ class App:
             return rank.under_torchrun()
         if runs:
             searchpath = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
-            config.precheck([*args.overrides, *searchpath], sweep=args.multirun)
+            settings = config.precheck([*args.overrides, *searchpath], sweep=args.multirun)
+            if settings is not None and settings["task"] != "run":
+                return job.perform(settings, Path.cwd())  # leaves nothing behind, so needs no run folder
         start = hydra.main(config_path=str(config.CONF), config_name="config", version_base="1.3")(self)
         before = os.environ.get("HYDRA_FULL_ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us

@@ -75,9 +75,7 @@ def run(cfg: DictConfig) -> Status:
     status = describe(HydraConfig.get())
     try:
         settings = config.load(cfg)
-        from pipelines.main import run as run_settings  # imports torch, which a refused config need not wait for
-
-        status.exit_code = run_settings(settings, Path(status.folder))
+        status.exit_code = perform(settings, Path(status.folder))
     except WeightstreamError as error:
         status.exit_code = 2 if isinstance(error, ConfigError) else 1
         log.info("failed", exc_info=True)
@@ -91,6 +89,17 @@ def run(cfg: DictConfig) -> Status:
         log.info("interrupted")
         raise
     return status
+
+
+def perform(settings: dict[str, Any], folder: Path) -> int:
+    """Do the task. Imports torch here, which a refused config need not wait for."""
+    if settings["task"] == "run":
+        from pipelines.main import run as run_updates
+
+        return run_updates(settings, folder)
+    from pipelines import tasks
+
+    return tasks.run(settings)
 
 
 def describe(hydra: Any) -> Status:
