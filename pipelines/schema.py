@@ -286,7 +286,7 @@ class SessionConf:
 class Config:
     """A whole run. Nodes typed `Any` are chosen from a group; their own class is found by `_target_` or `kind`."""
 
-    task: str = choice("run", "plan")
+    task: str = choice("run", "plan", "doctor", "matrix")
     updates: int = positive()
     progress: str = choice("auto", "on", "off")
     recipe: RecipeConf = field(default_factory=RecipeConf)

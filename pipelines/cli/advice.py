@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stages.errors import EngineBusy, EngineError, EngineUnreachable
 
+_SECONDS = 5.0
 _UNREACHABLE = {
     "Connection refused": "start the engine, or correct host and port in engines.urls; an engine that loads a model answers late",
     "Name or service not known": "correct the host in engines.urls",
@@ -37,5 +38,23 @@ def advice(error: BaseException) -> str | None:
     if isinstance(found, EngineUnreachable):
         return next((what for cause, what in _UNREACHABLE.items() if cause in str(found)), None)
     if found.status == 404 and found.phase == "probe":
-        return "set backend= to the engine that runs there, and engines.urls to its root, without a path such as /v1"
+        return _of_another_kind(found.engine)
     return _STATUS.get(found.status or 0)
+
+
+def _of_another_kind(url: str) -> str:
+    """What to do where an engine lacks a route that every one of the configured kind has."""
+    from stages.backends.base import Keys  # torch, which whoever met an engine has imported already
+    from stages.backends.http import Http
+    from stages.backends.kinds import kind_of
+
+    keys = Keys.from_environment()
+    api = Http(url, keys.api, _SECONDS, (keys.admin,))
+    try:
+        kind = kind_of(api)
+    finally:
+        api.close()
+    if kind is None:
+        return "set backend= to the engine that runs there, and engines.urls to its root, without a path such as /v1"
+    words = f"it answers as {kind} does: set backend={kind}"
+    return words + ("; where that is set, start vLLM with VLLM_SERVER_DEV_MODE=1" if kind == "vllm" else "")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 
 def run(settings: dict[str, Any]) -> int:
     """Do the task that `settings` name, and print what came of it. Raises WeightstreamError."""
-    task = settings["task"]
-    if task == "plan":
-        from pipelines.tasks import plan
-
-        return plan.run(settings)
-    raise AssertionError(f"task={task} is not in the schema")
+    task: ModuleType = importlib.import_module(f"{__name__}.{settings['task']}")
+    return int(task.run(settings))

@@ -62,6 +62,7 @@ class Backend(ABC):
     name: ClassVar[str]
     transports: ClassVar[tuple[str, ...]]
     refusals: ClassVar[dict[str, str]] = {}  # transport -> why not, in one sentence
+    seen: ClassVar[str] = "0"  # the version that the adapter was tried with
     quantizes_on_load: ClassVar[tuple[str, ...]] = ()  # formats of which it takes the wide weights instead
 
     @abstractmethod
@@ -124,6 +125,10 @@ class Engine(ABC):
 
     def model_path(self) -> str | None:
         """The folder it loaded its checkpoint from, where it says."""
+        return None
+
+    def software(self) -> str | None:
+        """Its version, where it says."""
         return None
 
     # -- once per generation -------------------------------------------------------------------

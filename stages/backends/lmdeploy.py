@@ -28,6 +28,7 @@ class Lmdeploy(Backend):
     """
 
     name = "lmdeploy"
+    seen = "0.18.0"
     transports = ("ipc", "nccl")
     quantizes_on_load = ("fp8_block",)
     refusals = {"disk": "LMDeploy has no route that loads a checkpoint folder"}

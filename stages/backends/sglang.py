@@ -30,6 +30,7 @@ class Sglang(Backend):
     """
 
     name = "sglang"
+    seen = "0.5.23"
     transports = ("ipc", "nccl", "disk")
 
     def __init__(self, pause: str = "retract", load_format: str = "flattened_bucket") -> None:
@@ -70,6 +71,9 @@ class SglangEngine(Engine):
 
     def model_path(self) -> str | None:
         return self._model_info("probe").get("model_path")
+
+    def software(self) -> str | None:
+        return expect_dict(self.api, self._server_info(), "probe", "/server_info").get("version")
 
     def join_group(self, init: GroupInit) -> None:
         body = {

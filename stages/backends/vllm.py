@@ -33,6 +33,7 @@ class Vllm(Backend):
     """
 
     name = "vllm"
+    seen = "0.32.0"
     transports = ("ipc", "nccl", "disk")
 
     def __init__(self, pause: str = "keep", transfer: str = "plugin") -> None:
@@ -84,6 +85,11 @@ class VllmEngine(Engine):
         data = models.get("data") or [{}]
         root: str | None = data[0].get("root")
         return root
+
+    def software(self) -> str | None:
+        answer = expect_dict(self.api, self.api.get("/version", "probe", self.timeouts.control), "probe", "/version")
+        version: str | None = answer.get("version")
+        return version
 
     def attach(self, slots: SharedSlots) -> None:
         info = {

@@ -35,6 +35,9 @@ class Transport(Stage):
         """`count` slots of `nbytes`, touched once. Replaces, and frees, the slots of an earlier call."""
         return [Slot(i, torch.zeros(nbytes, dtype=torch.uint8, device=run.device)) for i in range(count)]
 
+    def check(self, run: Run) -> None:
+        """Raise ConfigError where this transport cannot carry `run.plan`. Pure."""
+
     def ship(self, bucket: Bucket, run: Run) -> Shipment:
         """One bucket as the engines will get it."""
         raise NotImplementedError

@@ -92,7 +92,7 @@ class Nccl(Transport):
     def prepare(self, run: Run) -> None:
         if not run.comm.is_head:
             return
-        _refuse_what_gloo_lacks(run)
+        self.check(run)
         wanted = [tuple(run.engines)] if self.groups == "one" else [(e,) for e in run.engines]
         for live in [x for x in self._live if x.engines not in wanted or not x.fits(run)]:
             self._live.remove(live)
@@ -100,6 +100,9 @@ class Nccl(Transport):
         for engines in wanted:
             if not any(live.engines == engines for live in self._live):
                 self._live.append(self._form(engines, run))
+
+    def check(self, run: Run) -> None:
+        _refuse_what_gloo_lacks(run)
 
     def leave(self, engine: object) -> None:
         for live in [x for x in self._live if engine in x.engines]:
