@@ -12,6 +12,7 @@ from stages.base import Stage
 from stages.errors import CompositionError
 from stages.flow import Delivery, GroupSpec
 from stages.run import Clock, Run
+from stages.trace import TracedLink
 
 
 def check_chain(stages: Sequence[Stage]) -> None:
@@ -55,12 +56,17 @@ def run_chain(stages: Sequence[Stage], run: Run, ready: Callable[[], None] = lam
     """
     deliveries: list[Delivery] = []
     with ExitStack() as closing:
-        links: list[_Timed] = []
+        links: list[_Timed | TracedLink] = []
+        trace = run.clock.trace
         items: Iterator[Any] = iter(())
         for stage in stages:
             generator = stage(items, run)
             closing.callback(_close, generator)
-            items = _Timed(generator)
+            if trace is None:
+                items = _Timed(generator)
+            else:
+                before = links[-1] if links else None
+                items = TracedLink(generator, _name(stage), trace, before if isinstance(before, TracedLink) else None)
             links.append(items)
         try:
             ready()
@@ -97,7 +103,7 @@ class _Timed:
         _close(self._items)
 
 
-def _count_self_time(stages: Sequence[Stage], links: list[_Timed], clock: Clock) -> None:
+def _count_self_time(stages: Sequence[Stage], links: Sequence[_Timed | TracedLink], clock: Clock) -> None:
     upstream = 0.0
     for stage, link in zip(stages, links, strict=True):
         if stage.phase is not None:

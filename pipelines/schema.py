@@ -283,6 +283,13 @@ class SessionConf:
 
 
 @dataclass
+class ReportConf:
+    timeline: str | None = path()
+    metrics: str | None = path()
+    callbacks: list[Any] = MISSING
+
+
+@dataclass
 class Config:
     """A whole run. Nodes typed `Any` are chosen from a group; their own class is found by `_target_` or `kind`."""
 
@@ -302,6 +309,7 @@ class Config:
     engines: Any = MISSING
     session: SessionConf = field(default_factory=SessionConf)
     launcher: Any = MISSING
+    report: ReportConf = field(default_factory=ReportConf)
 
 
 @dataclass

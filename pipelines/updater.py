@@ -19,6 +19,7 @@ from pipelines.compose import compose_backend, compose_chain, compose_timeouts, 
 from pipelines.executor import plan_chain, run_chain
 from pipelines.launch import EngineLauncher
 from pipelines.lock import EngineLock
+from pipelines.outlets import Outlets
 from pipelines.ray_launcher import EngineActors
 from pipelines.reference import References
 from pipelines.report import ABORTED, COMMITTED, REFUSED, TAINTED, EngineReport, Report, UpdateReport
@@ -73,6 +74,7 @@ class WeightUpdater:
         )
         self.report = Report(config=config.redacted(dict(settings)))
         self._launcher = EngineActors(settings) if settings["launcher"]["kind"] == "ray" else EngineLauncher()
+        self._outlets = Outlets(settings["report"])
         self._known: list[Engine] = []
         self._locks: dict[str, EngineLock] = {}  # by engine; on rank 0
         self._asked: Sequence[Any] | None = None  # the engines of the current update; None: all
@@ -142,6 +144,8 @@ class WeightUpdater:
             self._background.shutdown(wait=True)
             self._background = None
         with ExitStack() as closing:  # the last one first, each of them whatever the others do
+            if self._run.comm.is_head:
+                closing.callback(self._outlets.close)
             closing.callback(self._launcher.close)
             for engine in self._known:
                 closing.callback(self._let_go, engine)
@@ -248,7 +252,9 @@ class WeightUpdater:
                     break
         finally:
             report.seconds["total"] = time.perf_counter() - started
-        report.measure()
+            report.measure()
+            if run.comm.is_head:
+                self._outlets.take(report)
         if report.outcome != COMMITTED:
             raise UpdateFailed(f"version {run.version}: {report.outcome}: {report.error}", report) from self._cause
         return report
@@ -267,7 +273,7 @@ class WeightUpdater:
         """One whole update. False when it failed in a way that another attempt may cure."""
         run = self._run
         run.update += 1
-        run.clock = Clock()
+        run.clock = Clock(self._outlets.trace if run.comm.is_head else None)
         run.folder = None
         run.comm.begin(run.update)
         session: Session | None = None

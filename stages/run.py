@@ -12,6 +12,7 @@ import torch
 
 from stages.comm import Comm
 from stages.flow import GroupSpec, Plan, TensorSpec
+from stages.trace import Trace
 
 if TYPE_CHECKING:
     from stages.backends.base import Backend, Engine
@@ -50,10 +51,11 @@ class Wire:
 
 
 class Clock:
-    """Self-time per phase in seconds, summed over the update."""
+    """Self-time per phase in seconds, summed over the update; with a trace, what is timed is a span of it, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.trace = trace
 
     def add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -71,7 +73,10 @@ class _Timer:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._clock.add(self._phase, time.perf_counter() - self._start)
+        end = time.perf_counter()
+        self._clock.add(self._phase, end - self._start)
+        if self._clock.trace is not None:
+            self._clock.trace.span("session", self._phase, self._start, end)
 
 
 @dataclass
