@@ -21,10 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Engines of one name in another test run are other engines."""
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("locks"))
+    before = os.environ.get("WEIGHTSTREAM_LOCKS")
+    os.environ["WEIGHTSTREAM_LOCKS"] = str(tmp_path_factory.mktemp("locks"))
     yield
     if before is None:
-        del os.environ["XDG_RUNTIME_DIR"]
+        del os.environ["WEIGHTSTREAM_LOCKS"]
     else:
-        os.environ["XDG_RUNTIME_DIR"] = before
+        os.environ["WEIGHTSTREAM_LOCKS"] = before

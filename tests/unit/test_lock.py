@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,13 +67,52 @@ def test_the_others_are_updated_where_that_is_allowed(child: Pool) -> None:
     child.call(let_go)
 
 
+@pytest.mark.parametrize("other", ["http://127.0.0.1:30000", "http://[::1]:30000", "https://localhost:30000"])
+def test_an_engine_has_one_lock_under_all_its_loopback_names(other: str) -> None:
+    held = EngineLock("http://localhost:30000")
+    with pytest.raises(EngineBusy, match="another updater of this process"):
+        EngineLock(other)
+    EngineLock("http://localhost:30001").release()
+    held.release()
+    EngineLock(other).release()
+
+
+def test_of_many_threads_one_gets_it() -> None:
+    start, got = threading.Barrier(16), []
+
+    def take() -> None:
+        start.wait()
+        with suppress(EngineBusy):
+            got.append(EngineLock(URL))
+
+    threads = [threading.Thread(target=take) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1
+
+
+def test_a_lock_that_could_not_be_written_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        EngineLock(URL)
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+    EngineLock(URL).release()
+
+
 def test_a_lock_that_nobody_refers_to_is_released() -> None:
     EngineLock(URL)
     EngineLock(URL)
 
 
 def test_locks_are_for_their_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("WEIGHTSTREAM_LOCKS", str(tmp_path))
     lock = EngineLock(URL)
     (folder,) = tmp_path.iterdir()
     (file,) = folder.iterdir()
