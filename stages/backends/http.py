@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -17,6 +20,7 @@ from stages.backends.actor import Actor
 from stages.errors import EngineError, EngineUnreachable
 
 _IDLE_CONNECTIONS = 16  # kept per engine and key
+_LARGEST_ANSWER = 64 << 20  # bytes; the digests of 100,000 tensors are 8 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,10 @@ class Http:
         body: Any = None,
         query: dict[str, Any] | None = None,
     ) -> Answer:
-        """The answer whatever its status. Idempotent requests are tried again once if a pooled connection was stale."""
+        """The answer whatever its status, whole within `timeout` seconds.
+
+        Idempotent requests are tried again once if a pooled connection was stale.
+        """
         # LMDeploy demands a JSON content type even where there is no body.
         headers = self._headers | ({"Content-Type": "application/json"} if method == "POST" else {})
         data = None if body is None else json.dumps(body).encode()
@@ -138,14 +145,14 @@ class Http:
     def _exchange(
         self, method: str, target: str, data: bytes | None, headers: dict[str, str], timeout: float
     ) -> Answer:
+        deadline = time.monotonic() + timeout
         connection = self._connection()
         try:
             connection.sock.settimeout(timeout)
             connection.request(method, target, data, headers)
+            connection.response_class = partial(_Response, deadline)  # type: ignore[assignment]
             response = connection.getresponse()
-            if len(set(response.headers.get_all("content-length", ()))) > 1:
-                raise http.client.HTTPException("the answer states two lengths")
-            answer = Answer(response.status, response.read(), response.headers.get("content-type", ""))
+            answer = Answer(response.status, _body(response), response.headers.get("content-type", ""))
         except BaseException:
             connection.close()
             raise
@@ -180,6 +187,48 @@ class Http:
         for secret in reversed(self._secrets):
             text = text.replace(secret, "***")
         return text
+
+
+class _Response(http.client.HTTPResponse):
+    """One that has to be whole by a point in time: a server that drips a byte now and then does not get more."""
+
+    def __init__(self, deadline: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        raw = self.fp.detach()
+        self.fp = io.BufferedReader(_Until(deadline, sock, raw))
+
+
+class _Until(io.RawIOBase):
+    """What a socket still brings before `deadline` (time.monotonic)."""
+
+    def __init__(self, deadline: float, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self._deadline, self._sock, self._raw = deadline, sock, raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _body(response: http.client.HTTPResponse) -> bytes:
+    """Raises HTTPException for one that is too large, cut short, or of two lengths."""
+    if len(set(response.headers.get_all("content-length", ()))) > 1:
+        raise http.client.HTTPException("the answer states two lengths")
+    data = response.read(_LARGEST_ANSWER + 1)
+    if len(data) > _LARGEST_ANSWER:
+        raise http.client.HTTPException(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB")
+    if response.length:
+        raise http.client.IncompleteRead(data, response.length)
+    return data
 
 
 def expect_dict(http: Http | Actor, answer: Any, phase: str, path: str) -> dict[str, Any]:

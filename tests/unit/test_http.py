@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -27,6 +29,78 @@ def http(server: Server) -> Iterator[Http]:
 
 def post(http: Http, path: str = "/x", **kwargs: Any) -> Any:
     return http.post(path, "put", kwargs.pop("timeout", 10.0), **kwargs)
+
+
+# -- time and size ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dripping() -> Iterator[Callable[[bytes, bytes], Http]]:
+    """`dripping(first, then)`: a server that answers `first` at once, then `then`, again and again, every 50 ms."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    clients: list[Http] = []
+    script: list[bytes] = []
+    ended = threading.Event()
+
+    def serve() -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(script[0])
+                while not ended.wait(0.05):
+                    connection.sendall(script[1])
+
+    thread = threading.Thread(target=serve, daemon=True)
+
+    def start(first: bytes, then: bytes) -> Http:
+        script[:] = [first, then]
+        thread.start()
+        clients.append(Http(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 2.0))
+        return clients[0]
+
+    yield start
+    ended.set()
+    listener.close()
+    for client in clients:
+        client.close()
+    thread.join()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (HEAD + b"content-length: 1000\r\n\r\n", b"1"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n1\r\n"),
+        (HEAD + b"\r\n", b"1"),
+        (HEAD, b"x: y\r\n"),
+        (b"HTTP/1.1 200 ", b"O"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["body", "chunks", "no length", "headers", "status line", "continue"],
+)
+def test_an_answer_that_comes_byte_by_byte_has_no_more_time_than_another(
+    dripping: Callable[[bytes, bytes], Http], first: bytes, then: bytes
+) -> None:
+    http = dripping(first, then)
+    started = time.monotonic()
+    with pytest.raises(EngineUnreachable, match=r"POST /x: no answer within 0\.3 s"):
+        post(http, timeout=0.3)
+    assert time.monotonic() - started < 3.0  # forty and more drops would each be in time
+
+
+def test_an_endless_answer_is_not_read_to_its_end(http: Http, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.backends.http._LARGEST_ANSWER", 1 << 20)
+    server.answers["/x"] = Answer(200, b"x" * (1 << 20))
+    assert len(post(http)) == 1 << 20
+    server.answers["/x"] = Answer(200, b"x" * ((1 << 20) + 1))
+    with pytest.raises(EngineUnreachable, match="larger than 1 MiB"):
+        post(http)
+    server.answers["/x"] = Answer(200, {"fine": True})
+    assert post(http) == {"fine": True}
 
 
 # -- answers ------------------------------------------------------------------------------------------------------
