@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The words of a recipe, and the node of the config that each is built from.
 STAGES = {"gather_params": "gather"} | {
-    word: word for word in ("quantize", "bucket", "prefetch", "transport", "barrier", "notify_engines")
+    word: word for word in ("snapshot", "quantize", "bucket", "prefetch", "transport", "barrier", "notify_engines")
 }
 
 

@@ -184,6 +184,12 @@ class BucketConf:
 
 
 @dataclass
+class SnapshotConf:
+    _target_: str = "stages.snapshot.Snapshot"
+    keep: int = positive()
+
+
+@dataclass
 class PrefetchConf:
     _target_: str = "stages.prefetch.Prefetch"
     depth: int = positive()
@@ -278,6 +284,7 @@ class SessionConf:
     preflight: bool = MISSING
     reference: str | None = path()
     retries: int = field(default=MISSING, metadata={"range": (0, 100)})
+    release_between_updates: bool = MISSING
     verify: VerifyConf = field(default_factory=VerifyConf)
     timeouts: TimeoutsConf = field(default_factory=TimeoutsConf)
 
@@ -301,6 +308,7 @@ class Config:
     gather: Any = MISSING
     quantize: Any = MISSING
     bucket: Any = MISSING
+    snapshot: SnapshotConf = field(default_factory=SnapshotConf)
     prefetch: PrefetchConf = field(default_factory=PrefetchConf)
     backend: Any = MISSING
     transport: Any = MISSING
@@ -339,7 +347,7 @@ OPTIONS: Mapping[str, Mapping[str, type[Schema]]] = {
     "bucket": {"default": BucketConf},
     "engines": {"embedded": EmbeddedEnginesConf, "remote": RemoteEnginesConf, "ray": RayEnginesConf},
     "launcher": {"local": LocalLauncherConf, "ray": RayLauncherConf},
-    "recipe": {"full": RecipeConf, "minimal": RecipeConf},
+    "recipe": {"full": RecipeConf, "minimal": RecipeConf, "snapshot": RecipeConf},
 }
 
 

@@ -32,6 +32,7 @@ from stages.comm import Comm
 from stages.errors import ConfigError, EngineError, UpdateFailed, WeightstreamError
 from stages.gather.checkpoint import Checkpoint
 from stages.run import Clock, Run
+from stages.snapshot import Snapshot
 from stages.threads import at_once
 
 log = logging.getLogger("weightstream")
@@ -79,6 +80,7 @@ class WeightUpdater:
         self._locks: dict[str, EngineLock] = {}  # by engine; on rank 0
         self._asked: Sequence[Any] | None = None  # the engines of the current update; None: all
         self._opened = False
+        self._released = False  # stages are closed until the next update
         self._checked: dict[str, tuple[str, str]] = {}  # engine -> (plan hash, incarnation) that passed preflight
         self._restarted: set[str] = set()  # engines of which the next report has to say so
         self._background: ThreadPoolExecutor | None = None
@@ -216,11 +218,22 @@ class WeightUpdater:
             raise ConfigError(f"{normal} is not an engine of this updater; it has {list(self.engines)}")
         return engine
 
+    @property
+    def snapshots(self) -> Snapshot:
+        """The versions that the recipe's snapshot stage keeps: `.versions`, and `.tensors(version)` to load or to send again.
+
+        Raises ConfigError where the recipe has none.
+        """
+        found = next((stage for stage in self._stages if isinstance(stage, Snapshot)), None)
+        if found is None:
+            raise ConfigError("the recipe keeps no versions; choose recipe=snapshot")
+        return found
+
     # -- updates ----------------------------------------------------------------------------------------
     def update(
         self, model: Any, version: str | int | None = None, engines: Sequence[Any] | None = None
     ) -> UpdateReport:
-        """Bring every engine to the weights of `model` (a torch module or an HF checkpoint folder).
+        """Bring every engine to the weights of `model`: a torch module, an HF checkpoint folder, or HF names and tensors.
 
         With `engines`, only those of them: a rolling update is one call per part of the fleet, with one `version`.
 
@@ -251,6 +264,8 @@ class WeightUpdater:
                 if self._attempt(report):
                     break
         finally:
+            if self.settings["session"]["release_between_updates"]:
+                self._release()
             report.seconds["total"] = time.perf_counter() - started
             report.measure()
             if run.comm.is_head:
@@ -258,6 +273,24 @@ class WeightUpdater:
         if report.outcome != COMMITTED:
             raise UpdateFailed(f"version {run.version}: {report.outcome}: {report.error}", report) from self._cause
         return report
+
+    def _release(self) -> None:
+        """Close the stages: groups, segments and buffers are made anew by the next update."""
+        self._released = True
+        self._run.plan = self._run.planned = None
+        with ExitStack() as closing:
+            for stage in self._stages:
+                closing.callback(stage.close)
+
+    def _reopen(self) -> None:
+        try:
+            with self._run.comm.together("open"):
+                for stage in self._stages:
+                    stage.open(self._run)
+        except BaseException:
+            self._release()
+            raise
+        self._released = False
 
     def update_async(self, model: torch.nn.Module, version: str | int | None = None) -> Future[UpdateReport]:
         """Like `update`, over a snapshot taken now, in the background; the trainer may change `model` at once.
@@ -304,6 +337,8 @@ class WeightUpdater:
         """Everything that can be done, or refused, before an engine is paused."""
         run = self._run
         report.outcome = REFUSED
+        if self._released:
+            self._reopen()
         with run.comm.together("probe"):
             if run.comm.is_head:
                 self._probe()

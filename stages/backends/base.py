@@ -143,6 +143,9 @@ class Engine(ABC):
     def attach(self, slots: SharedSlots) -> None:
         """The slots of an ipc ring were (re)made. For receivers that map them once."""
 
+    def detach(self) -> None:
+        """The slots of an ipc ring are gone: drop what was made for them, here and there."""
+
     # -- the session ---------------------------------------------------------------------------
     @abstractmethod
     def pause(self, run: Run) -> None:

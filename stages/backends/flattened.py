@@ -70,6 +70,9 @@ class PayloadCache:
         self._payloads[self._key(bucket)] = payload
         return payload
 
+    def clear(self) -> None:
+        self._payloads.clear()
+
     def _key(self, bucket: Bucket) -> tuple[int, str]:
         assert bucket.slot is not None
         if bucket.plan.hash != self._plan:

@@ -103,6 +103,9 @@ class LmdeployEngine(Engine):
             "/destroy_weights_update_group", "leave group", self.timeouts.control, {"group_name": init.group_name}
         )
 
+    def detach(self) -> None:
+        self._payloads.clear()
+
     def pause(self, run: Run) -> None:
         if self._asleep("pause"):  # by an earlier update that failed, or by the trainer
             self.state.begun = True

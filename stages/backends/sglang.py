@@ -91,6 +91,9 @@ class SglangEngine(Engine):
             "/destroy_weights_update_group", "leave group", self.timeouts.control, {"group_name": init.group_name}
         )
 
+    def detach(self) -> None:
+        self._payloads.clear()
+
     def pause(self, run: Run) -> None:
         self.state.paused = True  # even if no answer comes: it may have heard
         self.admin.post("/pause_generation", "pause", self.timeouts.control, {"mode": self._pause})

@@ -101,6 +101,9 @@ class VllmEngine(Engine):
         }
         self._init(info, self.timeouts.control)
 
+    def detach(self) -> None:
+        self._shut_down()
+
     def join_group(self, init: GroupInit) -> None:
         info = {
             "transport": "nccl",
@@ -116,8 +119,7 @@ class VllmEngine(Engine):
         self._init(info, init.timeout)
 
     def leave_group(self, init: GroupInit) -> None:
-        self.state.known_plan = None
-        self.admin.post("/shutdown_weight_transfer_engine", "leave group", self.timeouts.control)
+        self._shut_down()
 
     def pause(self, run: Run) -> None:
         self.state.paused = True  # even if no answer comes: it may have heard
@@ -215,6 +217,11 @@ class VllmEngine(Engine):
         )
         choice = answer["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    def _shut_down(self) -> None:
+        """Its receiver drops mappings and groups."""
+        self.state.known_plan = None
+        self.admin.post("/shutdown_weight_transfer_engine", "leave group", self.timeouts.control)
 
     def _init(self, info: dict[str, Any], timeout: float) -> None:
         self.state.known_plan = None

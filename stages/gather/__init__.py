@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from stages.gather.checkpoint import Checkpoint
 from stages.gather.exchange import Exchange
 from stages.gather.group import OwnGroup
 from stages.gather.layout import Description, Layout, Leaf, digest_of, parse_description, unite
-from stages.gather.names import fusion_key, layer_order, match_dtype
-from stages.gather.source import FolderSource, ModuleSource, Source
+from stages.gather.names import fusion_key, match_dtype, stream_order
+from stages.gather.source import FolderSource, ModuleSource, Source, StateSource
 from stages.gather.watch import Watch, watch
 from stages.run import Run
 
@@ -199,11 +199,11 @@ class GatherParams(Stage):
 
 
 def group_specs(specs: list[TensorSpec], aliases: list[tuple[str, str]]) -> list[GroupSpec]:
-    """Fused sets as groups, in layer order; an alias goes with the tensor that it shares. Pure."""
+    """Fused sets as groups, dense ones in layer order before experts; an alias goes with the tensor that it shares. Pure."""
     sets: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         sets.setdefault(fusion_key(spec.name), []).append(spec)
-    ordered = sorted(sets.values(), key=lambda tensors: layer_order(tensors[0].name))
+    ordered = sorted(sets.values(), key=lambda tensors: stream_order(tensors[0].name))
     by_target: dict[str, list[tuple[str, str]]] = {}
     for alias, target in aliases:
         by_target.setdefault(target, []).append((alias, target))
@@ -220,4 +220,9 @@ def source_of(model: object) -> Source:
         return FolderSource(Checkpoint(model))
     if isinstance(model, Checkpoint):
         return FolderSource(model)
-    raise ConfigError(f"update() takes a torch.nn.Module or an HF checkpoint folder, not {type(model).__name__}")
+    if isinstance(model, Mapping) and all(isinstance(t, torch.Tensor) for t in model.values()):
+        return StateSource(model)
+    raise ConfigError(
+        f"update() takes a torch.nn.Module, an HF checkpoint folder or a mapping of HF names to tensors, not "
+        f"{type(model).__name__}"
+    )

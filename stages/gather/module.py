@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -44,6 +45,21 @@ def describe(module: torch.nn.Module, rank: int = 0) -> Description:
             made.store(name, local, stored, spread, rank)
             made.leaves.append(_merged(made, leaves[0], adapters, named, rank, meshes))
             continue
+        owner = owners.setdefault(_identity(tensor, local, leaves), leaves)
+        if owner is leaves or len(owner) != len(leaves):
+            made.store(name, local, stored, spread, rank)
+            made.leaves += leaves
+        else:
+            made.aliases += [(mine.name, theirs.name) for mine, theirs in zip(leaves, owner, strict=True)]
+    return made
+
+
+def describe_tensors(state: Mapping[str, torch.Tensor], rank: int = 0) -> Description:
+    """The same for tensors that already have their HF names."""
+    made, meshes = Description(), Meshes()
+    owners: dict[tuple[object, ...], list[Leaf]] = {}
+    for name, tensor in state.items():
+        local, stored, spread, leaves = _read(name, tensor.detach(), meshes)
         owner = owners.setdefault(_identity(tensor, local, leaves), leaves)
         if owner is leaves or len(owner) != len(leaves):
             made.store(name, local, stored, spread, rank)

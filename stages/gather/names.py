@@ -57,13 +57,17 @@ def fusion_key(name: str) -> str:
     return f"{parent}.{_FUSED[leaf]}" if leaf in _FUSED else module
 
 
-def layer_order(name: str) -> tuple[int, int, str]:
-    """Sort key: what comes before the layers, the layers by number, what comes after."""
+def stream_order(name: str) -> tuple[bool, int, int]:
+    """Sort key: what comes before the layers, the layers by number, what comes after; all routed experts behind that.
+
+    Experts are most of a mixture's bytes and all alike, and expert parallelism gives them other owners than the rest: kept
+    apart, a batch of them is spread over all owners, and a dense one is not cut by them.
+    """
     match = re.search(r"\.(\d+)\.", name)
     if match:
-        return 1, int(match[1]), ""
+        return ".experts." in name, 1, int(match[1])
     first = "embed" in name or "wte" in name
-    return (0, 0, "") if first else (2, 0, "")
+    return False, 0 if first else 2, 0
 
 
 def match_dtype(name: str, patterns: dict[str, str]) -> str | None:

@@ -14,7 +14,7 @@ from stages.gather.checkpoint import Checkpoint, CheckpointReader
 from stages.gather.exchange import own_shares
 from stages.gather.layout import Description, Leaf, Part, Stored, whole
 from stages.gather.megatron import describe_megatron, models_in
-from stages.gather.module import describe
+from stages.gather.module import describe, describe_tensors
 
 Expected = Mapping[str, TensorSpec] | None
 
@@ -48,6 +48,25 @@ class ModuleSource:
         if len(self._modules) > 1:
             raise ConfigError("update() takes several modules only where they are the chunks of a Megatron GPT model")
         return describe(self._modules[0], rank)
+
+    def shares(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        return own_shares(self.describe(rank), rank)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class StateSource:
+    """HF names and whole tensors, as a state dict or a snapshot has them; one that shares another's memory is tied to it."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def describe(self, rank: int = 0, expected: Expected = None) -> Description:
+        return describe_tensors(self._state, rank)
 
     def shares(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         return own_shares(self.describe(rank), rank)

@@ -8,18 +8,22 @@ answered for it: LMDeploy on GPU records an event, vLLM and our receiver answer 
 from __future__ import annotations
 
 import os
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 
+from stages.backends.base import Engine
 from stages.errors import ConfigError
 from stages.flow import Bucket, Shipment, Slot
 from stages.run import Run
-from stages.threads import at_once
+from stages.threads import at_once, start
 from stages.transport import cuda_ipc
 from stages.transport.base import Transport
 from stages.transport.messages import IpcMessage, SharedSlots
 from stages.transport.shm import Segment
+
+_DETACH_SECONDS = 5.0
 
 
 class Ipc(Transport):
@@ -29,7 +33,7 @@ class Ipc(Transport):
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._attached: dict[str, int] = {}  # engine URL -> generation of segments that it knows
+        self._attached: dict[Engine, int] = {}  # generation of segments that it knows
         self._generation = 0
         self._slot_bytes = 0
         self._memories: list[torch.Tensor] = []
@@ -41,17 +45,22 @@ class Ipc(Transport):
             refuse_expandable_segments(os.environ)
 
     def close(self) -> None:
+        """Segments go at once; engines that mapped them are asked to let go, too, but not waited for for long."""
+        wait([start(e.detach, "detach") for e in self._attached], timeout=_DETACH_SECONDS)
+        self._attached.clear()
+        self._free()
+
+    def _free(self) -> None:
         for segment in self._segments:
             segment.unlink()
         self._segments = []
         self._memories, self._handles = [], []
-        self._attached.clear()
 
     def holds_bytes(self, run: Run) -> bool:
         return run.device.type == "cuda" or run.comm.is_head
 
     def allocate(self, count: int, nbytes: int, run: Run) -> list[Slot]:
-        self.close()
+        self._free()
         self._generation += 1
         self._slot_bytes = nbytes
         if run.device.type != "cpu":
@@ -74,13 +83,13 @@ class Ipc(Transport):
         if not run.comm.is_head:
             return
         slots = SharedSlots(self._slot_bytes, [s.name for s in self._segments], self._handles)
-        fresh = [e for e in run.engines if self._attached.get(e.url) != self._generation]
+        fresh = [e for e in run.engines if self._attached.get(e) != self._generation]
         for engine, attached in zip(fresh, at_once(fresh, lambda e: e.attach(slots), "attach"), strict=True):
             attached.result()
-            self._attached[engine.url] = self._generation
+            self._attached[engine] = self._generation
 
-    def leave(self, engine: object) -> None:
-        self._attached.pop(getattr(engine, "url", ""), None)
+    def leave(self, engine: Engine) -> None:
+        self._attached.pop(engine, None)
 
     def ship(self, bucket: Bucket, run: Run) -> Shipment:
         if run.device.type == "cuda":

@@ -160,9 +160,9 @@ def test_a_model_without_tensors_is_refused() -> None:
         gather(nn.Module())
 
 
-@pytest.mark.parametrize("model", [None, 3, {"a": torch.zeros(1)}, [torch.zeros(1)]], ids=repr)
+@pytest.mark.parametrize("model", [None, 3, {"a": 3}, [torch.zeros(1)]], ids=repr)
 def test_what_is_no_model_is_refused(model: object) -> None:
-    with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module or an HF checkpoint folder"):
+    with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module, an HF checkpoint folder or a mapping"):
         gather(model)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.errors import PlanMismatch
-from stages.gather.names import WRAPPERS, fusion_key, layer_order, match_dtype, strip_wrappers
+from stages.gather.names import WRAPPERS, fusion_key, match_dtype, stream_order, strip_wrappers
 
 PLAIN = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
 
@@ -90,7 +90,20 @@ def test_layers_come_by_number_between_embedding_and_head() -> None:
         "model.layers.2.b",
         "model.embed_tokens.weight",
     ]
-    assert sorted(names, key=layer_order) == [names[4], names[3], names[1], names[0], names[2]]
+    assert sorted(names, key=stream_order) == [names[4], names[3], names[1], names[0], names[2]]
+
+
+def test_routed_experts_come_behind_everything_dense() -> None:
+    """Under expert parallelism they have other owners, and are most of the bytes: batches of one kind only."""
+    names = [
+        "model.layers.0.mlp.experts.1.up_proj.weight",
+        "model.layers.1.mlp.shared_experts.up_proj.weight",
+        "model.layers.1.mlp.experts.0.up_proj.weight",
+        "lm_head.weight",
+        "model.layers.0.mlp.experts.0.down_proj.weight",
+        "model.layers.0.mlp.gate.weight",
+    ]
+    assert sorted(names, key=stream_order) == [names[5], names[1], names[3], names[0], names[4], names[2]]
 
 
 def test_the_first_pattern_that_matches_the_whole_name_wins() -> None:
