@@ -6,9 +6,10 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -393,17 +394,14 @@ class WeightUpdater:
         if report.attempts <= self.settings["session"]["retries"] and report.outcome != REFUSED:
             log.warning("update %s, attempt %d failed, once more: %s", run.version, report.attempts, words)
         report.error = words if first else f"{report.error}; attempt {report.attempts}: {words}"
-        try:
-            for stage in self._stages:
-                stage.aborted()
-            run.transport.discard(run)
-        finally:
-            if session is not None:
-                session.abort(error)
+        cleaning: list[Callable[[], None]] = [stage.aborted for stage in self._stages]
+        cleaning.append(partial(run.transport.discard, run))
         if session is not None:
-            for engine in run.engines:
-                if session.reports[engine.url].outcome != COMMITTED:
-                    run.transport.leave(engine)
+            cleaning.append(partial(session.abort, error))
+        _each(cleaning, error)
+        if session is not None:
+            failed = [e for e in run.engines if session.reports[e.url].outcome != COMMITTED]
+            _each([partial(run.transport.leave, engine) for engine in failed], error)
             outcomes = {r.outcome for r in session.reports.values()}
             report.outcome = TAINTED if TAINTED in outcomes else ABORTED
         elif report.outcome == REFUSED and first:
@@ -517,6 +515,24 @@ class WeightUpdater:
                 self.on_progress(min(done, total), total)
 
         return advance
+
+
+def _each(steps: Iterable[Callable[[], None]], cause: BaseException) -> None:
+    """Take every step of cleaning up after `cause`, whatever the others do. What they raise becomes a note of it.
+
+    Ctrl-C is raised when all have been taken.
+    """
+    interrupted: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            log.warning("cleaning up after the failed update did not work: %s", error)
+            cause.add_note(f"then, while cleaning up: {type(error).__name__}: {error}")
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _address(engine: Any) -> str:

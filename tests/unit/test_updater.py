@@ -357,6 +357,37 @@ def test_ctrl_c_before_anything_was_sent_leaves_the_old_version_in_service() -> 
         assert "KeyboardInterrupt" in str(updater.report.updates[-1].error)
 
 
+@pytest.mark.parametrize("second", [RuntimeError("no disk"), KeyboardInterrupt()], ids=repr)
+def test_what_fails_while_cleaning_up_hides_nothing_and_skips_nothing(
+    second: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise second
+
+    with probed() as updater:
+        updater.update(Toy(1.0))
+        (engine,) = engines_of(updater)
+        engine.script("put", engine.refuse("put", "the cause"))
+        left: list[object] = []
+        transport = updater._run.transport
+        monkeypatch.setattr(transport, "discard", fail)
+        monkeypatch.setattr(transport, "leave", left.append)
+        probe_of(updater).on["aborted"] = fail
+        with pytest.raises(UpdateFailed if isinstance(second, Exception) else KeyboardInterrupt) as caught:
+            updater.update(Toy(2.0))
+        assert engine.url in updater.tainted
+        assert not engine.in_session
+        if isinstance(second, Exception):
+            cause = caught.value.__cause__
+            assert "the cause" in str(cause) and "no disk" not in str(cause)
+            assert cause.__notes__ == ["then, while cleaning up: RuntimeError: no disk"] * 2
+            assert left == [engine]
+        monkeypatch.undo()
+        probe_of(updater).on.clear()
+        updater.update(Toy(3.0))
+        assert engine.weights == Toy(3.0).bytes()
+
+
 # -- progress -----------------------------------------------------------------------------------------------------------
 
 
