@@ -1,4 +1,4 @@
-"""The end of a sweep: one table, results.csv, and every failed job with its overrides and traceback."""
+"""The end of a sweep: one table, results.csv, results.html, and every failed job with its overrides and traceback."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.cli import page
 from pipelines.cli.job import Status
 from pipelines.report_view import table_console
 
 _COLUMNS = ("outcome", "updates", "bytes", "seconds", "gb_per_s", "limit_fraction")
+_HEADINGS = {"gb_per_s": "GB/s", "limit_fraction": "of limit"}
 _BAR = 12  # characters of the fastest job
 
 
 def summarize(jobs: Sequence[Status], folder: str) -> None:
-    """Print the table, write `results.csv` into the sweep's folder, list what failed and why."""
+    """Print the table, write `results.csv` and `results.html` into the sweep's folder, list what failed and why."""
     console = table_console()
     rows = [result_row(job) for job in jobs]
     write_csv(rows, Path(folder) / "results.csv")
@@ -34,7 +36,19 @@ def summarize(jobs: Sequence[Status], folder: str) -> None:
         for job in failed:
             reason = (job.error or "").partition("\n")[0]
             console.print(Text(f"  #{job.number}: {' '.join(job.overrides)}: {reason}"), soft_wrap=True)
-    console.print(Text(f"results: {Path(folder) / 'results.csv'}"), soft_wrap=True)
+    title = " ".join(["weightstream sweep", *_common(rows)])
+    (Path(folder) / "results.html").write_text(
+        page.render([page.Job(row, page.phases_of(job.report)) for row, job in zip(rows, jobs, strict=True)], title)
+    )
+    console.print(Text(f"results: {Path(folder) / 'results.html'} and results.csv"), soft_wrap=True)
+
+
+def _common(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What all jobs have in common: the rest is in the table."""
+    keys = dict.fromkeys(
+        key for row in rows for key in row if not _tells(key, rows) and key not in ("exit_code", "error")
+    )
+    return [f"{key}={rows[0][key]}" for key in keys if key in rows[0]]
 
 
 def result_row(job: Status) -> dict[str, Any]:
@@ -78,8 +92,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden and _tells(key, rows)
     ]
     for column in columns:
-        table.add_column(column, justify="right" if column in _COLUMNS[1:] or column == "job" else "left")
-    table.add_column("GB/s", no_wrap=True)
+        justify: Any = "right" if column in _COLUMNS[1:] or column == "job" else "left"
+        table.add_column(_HEADINGS.get(column, column), justify=justify)
+    table.add_column("", no_wrap=True)
     fastest = max((row["gb_per_s"] or 0.0 for row in rows), default=0.0) or 1.0
     for row in rows:
         bar = "\u2588" * round(_BAR * (row["gb_per_s"] or 0.0) / fastest)

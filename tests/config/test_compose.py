@@ -14,6 +14,7 @@ from pipelines.config import CONF, STAGES, build, load
 NEEDED = {
     "engines=remote": ["engines.urls=[http://127.0.0.1:1]"],
     "trainer=checkpoint": ["trainer.path=here"],
+    "experiment=quantization": ["trainer.path=here", "engines.model=there"],
     "transport=disk": ["transport.path=here"],
 }
 CHOICES = sorted(
