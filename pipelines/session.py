@@ -3,7 +3,8 @@
     pause -> begin -> put(bucket) ... -> prepare -> commit -> verify -> resume
                             any failure -> abort, stay paused, tainted
 
-Resume happens after commit and nowhere else; or on the old version, when nothing destructive was sent yet.
+Resume happens after commit and nowhere else; or on the old version, when nothing destructive was sent yet. An engine that
+fails is left behind, and the others go on, where `engines.required` allows it and no collective binds them together.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ class Session:
         """Commit, read back, resume; each step on all engines before the next.
 
         An engine that fails a step is tainted and not resumed; the others have the new weights whole and go on. `proof` may
-        add a stronger proof than the engine's own; one that proves less than `minimum` failed. Raises the first failure.
+        add a stronger proof than the engine's own; one that proves less than `minimum` failed. Raises the first failure
+        where fewer engines are left than are required.
         """
+        for engine, error in self._run.lost.items():
+            self._give_up(engine, str(error))
         clock = self._run.clock
         with clock.time("commit"):
-            committed, failures = self._gather("commit", lambda e: e.commit(self._run), self._engines)
+            committed, failures = self._gather("commit", lambda e: e.commit(self._run), self._run.alive)
         with clock.time("verify"):
             proved, unproved = self._gather("verify", lambda e: self._verify(e, minimum, proof), committed)
         with clock.time("resume"):
@@ -54,22 +58,26 @@ class Session:
         for engine, error in failures.items():
             self._taint(engine, str(error))
         if failures:
-            raise next(iter(failures.values()))
+            self._run.lose(failures)
+            for engine, error in failures.items():
+                self._give_up(engine, str(error))
 
     def abort(self, cause: BaseException) -> None:
         """After a failure: close what is open, taint what may be half loaded, resume what was not touched."""
         for engine in self._engines:
-            report = self.reports[engine.url]
-            if report.outcome == COMMITTED:
-                continue
-            report.error = report.error or str(cause) or type(cause).__name__
-            if engine.state.needs_restart:
-                report.error += "; it may be stuck in the broadcast: restart it"
-            if engine.state.begun:
-                self._taint(engine, report.error)
-                self._best_effort(engine, "abort", lambda e=engine: e.abort(self._run))  # type: ignore[misc]
-            elif engine.state.paused and engine.state.tainted is None:
-                self._best_effort(engine, "resume", lambda e=engine: self._resume(e))  # type: ignore[misc]
+            if self.reports[engine.url].outcome != COMMITTED:
+                self._give_up(engine, str(cause) or type(cause).__name__)
+
+    def _give_up(self, engine: Engine, cause: str) -> None:
+        report = self.reports[engine.url]
+        report.error = report.error or cause
+        if engine.state.needs_restart:
+            report.error += "; it may be stuck in the broadcast: restart it"
+        if engine.state.begun:
+            self._taint(engine, report.error)
+            self._best_effort(engine, "abort", lambda: engine.abort(self._run))
+        elif engine.state.paused and engine.state.tainted is None:
+            self._best_effort(engine, "resume", lambda: self._resume(engine))
 
     def _taint(self, engine: Engine, reason: str) -> None:
         report = self.reports[engine.url]
@@ -101,12 +109,12 @@ class Session:
                 engine.state.needs_restart = True
 
     def _all(self, phase: str, action: Callable[[Engine], None]) -> None:
-        """Run on all engines at once; raise the first failure after every engine has ended the phase."""
-        _, failures = self._gather(phase, action, self._engines)
+        """Run on all engines at once; a failure counts, or is raised, after every engine has ended the phase."""
+        _, failures = self._gather(phase, action, self._run.alive)
         for engine, error in failures.items():
             self.reports[engine.url].error = str(error)
         if failures:
-            raise next(iter(failures.values()))
+            self._run.lose(failures)
 
     def _gather(
         self, phase: str, action: Callable[[Engine], None], engines: list[Engine]

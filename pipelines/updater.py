@@ -309,6 +309,7 @@ class WeightUpdater:
         run.update += 1
         run.clock = Clock(self._outlets.trace if run.comm.is_head else None)
         run.folder = None
+        run.lost = {}
         run.comm.begin(run.update)
         session: Session | None = None
         earlier = report.outcome
@@ -330,6 +331,8 @@ class WeightUpdater:
             if session is not None:
                 report.engines = [*session.reports.values(), *self._absent()]
         report.outcome, report.error = COMMITTED, None
+        for engine in run.lost:
+            run.transport.leave(engine)
         for stage in self._stages:
             stage.committed(run.version)
         return True
@@ -446,7 +449,7 @@ class WeightUpdater:
         if len(chosen) < need:
             first = next(iter(failures.values()))
             raise first if len(failures) == 1 else WeightstreamError("; ".join(str(e) for e in failures.values()))
-        run.engines = chosen
+        run.engines, run.required = chosen, need
         self._missed = failures
 
     def _look_at(self, engines: Sequence[Engine]) -> dict[str, EngineError]:

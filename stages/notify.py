@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 
@@ -36,11 +36,11 @@ class NotifyEngines(Stage):
             shipment.bucket.release()
 
     def _deliver(self, shipment: Shipment, run: Run) -> None:
-        if len(run.engines) == 1 and shipment.send is None:
-            self._ask(run.engines[0], shipment, run)
+        if len(run.alive) == 1 and shipment.send is None:
+            self._ask(run.alive[0], shipment, run)
             return
         began = time.perf_counter()
-        asked = {start(partial(_put, engine, shipment, run), "put"): engine for engine in run.engines}
+        asked = {start(partial(_put, engine, shipment, run), "put"): engine for engine in run.alive}
         sent = start(partial(_timed_send, shipment), "send") if shipment.send is not None else None
         failure = _watch(set(asked), sent, run)
         for future, engine in asked.items():
@@ -51,7 +51,7 @@ class NotifyEngines(Stage):
                 engine.state.needs_restart = True
                 error = WaitTimeout(f"{engine.url}: put: still waiting for a broadcast that was given up; restart it")
             shipment.deliveries.append(Delivery(engine.url, shipment.bucket.layout.seq, seconds, error))
-        shipment.failure = failure
+        shipment.failure = failure if sent is not None else _without_the_failed(asked, failure, run)
         elapsed = time.perf_counter() - began
         wire = sent.result() if sent is not None and sent.done() and sent.exception() is None else 0.0
         run.clock.add("wire", wire)
@@ -72,6 +72,22 @@ class NotifyEngines(Stage):
         run.clock.add("apply", seconds)
         if error is None:
             run.progress(shipment.bucket.layout.nbytes)
+
+
+def _without_the_failed(
+    asked: Mapping[Future[float], Engine], failure: BaseException | None, run: Run
+) -> BaseException | None:
+    """None where the update can go on without the engines that failed: they are part of no collective that others are in."""
+    errors = {engine: future.exception() for future, engine in asked.items() if future.done()}
+    failed = {engine: error for engine, error in errors.items() if isinstance(error, EngineError)}
+    if len(errors) < len(asked) or any(e is not None and not isinstance(e, EngineError) for e in errors.values()):
+        return failure
+    try:
+        if failed:
+            run.lose(failed)
+    except EngineError:
+        return failure
+    return None
 
 
 def _put(engine: Engine, shipment: Shipment, run: Run) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,8 @@ class Run:
     timeouts: Timeouts
     integrity: bool = True
     engines: list[Engine] = field(default_factory=list)  # those that take part in this update
+    required: int | None = None  # how many of them must be left at the end; None: all
+    lost: dict[Engine, Exception] = field(default_factory=dict)  # those that failed in it; on rank 0
     model: Any = None  # what gather reads: a module or a checkpoint folder
     expected: dict[str, TensorSpec] | None = None  # what the engines' checkpoint holds, where known
     on_load: frozenset[str] = frozenset()  # weights that come wide, for the engines to quantize
@@ -103,6 +105,18 @@ class Run:
     version: str = ""
     clock: Clock = field(default_factory=Clock)
     progress: Callable[[int], None] = lambda nbytes: None  # called with the bytes of every delivered bucket
+
+    @property
+    def alive(self) -> list[Engine]:
+        """The engines that did not fail in this update."""
+        return [e for e in self.engines if e not in self.lost]
+
+    def lose(self, failures: Mapping[Engine, Exception]) -> None:
+        """Go on without these engines. Raises the first failure where too few would be left."""
+        required = len(self.engines) if self.required is None else self.required
+        if len(self.alive) - len(failures) < required:
+            raise next(iter(failures.values()))
+        self.lost |= failures
 
     @property
     def current_plan(self) -> Plan:

@@ -328,6 +328,45 @@ def test_one_of_two_is_enough_where_one_is_required() -> None:
         assert b.weights == Toy(2.0).bytes()
 
 
+@pytest.mark.parametrize("phase", ["pause", "begin", "put", "prepare", "commit", "verify", "resume"])
+def test_one_that_fails_on_the_way_is_left_behind_where_the_others_are_enough(phase: str) -> None:
+    with required(1) as updater:
+        a, b = fleet(updater)
+        updater.update(Toy(1.0))
+        b.script(phase, b.refuse(phase, "no more"))
+        report = updater.update(Toy(2.0))
+        assert (report.outcome, report.error) == ("committed", None)
+        assert part(report, a).outcome == "committed"
+        assert a.serving and a.weights == Toy(2.0).bytes()
+        assert "no more" in part(report, b).error
+        if phase == "pause":  # it never was touched, and serves the old version on
+            assert part(report, b).outcome == "aborted"
+            assert b.serving and b.weights == Toy(1.0).bytes()
+        else:
+            assert part(report, b).outcome == "tainted"
+            assert not b.serving
+            assert b.url in updater.tainted
+        assert list(updater.outdated()) == [b.url]
+        report = updater.update(Toy(3.0))
+        assert [e.outcome for e in report.engines] == ["committed", "committed"]
+        assert all(e.serving and e.weights == Toy(3.0).bytes() for e in (a, b))
+        assert updater.outdated() == updater.tainted == {}
+
+
+def test_one_after_the_other_is_one_too_many() -> None:
+    with required(1) as updater:
+        a, b = fleet(updater)
+        a.script("put", a.refuse("put", "first"))
+        b.script("put", None, b.refuse("put", "second"))
+        fail(updater, Toy(1.0))
+        report = updater.report.updates[-1]
+        assert report.outcome == "tainted"
+        assert {e.outcome for e in report.engines} == {"tainted"}
+        assert not a.serving and not b.serving
+        updater.update(Toy(2.0))
+        assert all(e.serving and e.weights == Toy(2.0).bytes() for e in (a, b))
+
+
 def test_none_of_two_is_never_enough() -> None:
     with required(1) as updater:
         for engine in fleet(updater):
