@@ -16,6 +16,7 @@ from omegaconf import MISSING
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance as Schema
 
+TASKS = ("run", "plan", "doctor", "matrix")
 PROOFS = ("acknowledged", "version", "checksum", "probe", "digest")  # of an update, the weakest first
 
 
@@ -300,7 +301,7 @@ class ReportConf:
 class Config:
     """A whole run. Nodes typed `Any` are chosen from a group; their own class is found by `_target_` or `kind`."""
 
-    task: str = choice("run", "plan", "doctor", "matrix")
+    task: str = choice(*TASKS)
     updates: int = positive()
     progress: str = choice("auto", "on", "off")
     recipe: RecipeConf = field(default_factory=RecipeConf)

@@ -44,8 +44,10 @@ def test_a_refusal_is_two_lines_and_exit_code_2(tmp_path: Path, arguments: list[
 def test_help_lists_groups_and_examples(tmp_path: Path) -> None:
     command = run(tmp_path, "--help")
     assert command.process.returncode == 0
-    assert "lmdeploy, sglang, vllm" in command.out
-    assert command.out.count("python run.py ") >= 6
+    assert "backend=     lmdeploy | sglang | vllm" in command.out
+    assert "task=        run | plan | doctor | matrix" in command.out
+    assert command.out.count("\n  python run.py ") >= 6
+    assert max(map(len, command.out.splitlines())) <= 110
     assert not command.err
 
 
