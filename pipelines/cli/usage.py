@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from pipelines.config import CONF
 from pipelines.schema import TASKS
 
@@ -58,9 +60,10 @@ def text() -> str:
     lines = []
     for question, groups in _QUESTIONS.items():
         more = sorted(options.keys() - asked) if question == last else []
-        lines += [
-            f"{question}:",
-            *(f"  {group + '=':<12} {' | '.join(options[group])}" for group in (*groups, *more)),
-            "",
-        ]
+        lines += [f"{question}:", *(_group(group, options[group]) for group in (*groups, *more)), ""]
     return _TEXT.format(groups="\n".join(lines).rstrip())
+
+
+def _group(name: str, options: list[str]) -> str:
+    """One group, within 80 columns."""
+    return textwrap.fill(" | ".join(options), 80, initial_indent=f"  {name + '=':<12} ", subsequent_indent=" " * 15)

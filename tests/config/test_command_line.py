@@ -47,7 +47,7 @@ def test_help_lists_groups_and_examples(tmp_path: Path) -> None:
     assert "backend=     lmdeploy | sglang | vllm" in command.out
     assert "task=        run | plan | doctor | matrix" in command.out
     assert command.out.count("\n  python run.py ") >= 6
-    assert max(map(len, command.out.splitlines())) <= 110
+    assert max(map(len, command.out.splitlines())) <= 100
     assert not command.err
 
 

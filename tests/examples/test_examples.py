@@ -65,3 +65,13 @@ def test_grpo_over_ray_pushes_every_step(checkpoint: Path, ray_cluster: str, how
     steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 3
     assert all(line.endswith("committed, verified by ['digest', 'digest']") for line in steps), done.stdout
+
+
+def test_optuna_finds_a_setting(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    command = [sys.executable, str(HERE / "optuna_sweep.py"), "--trials", "3", "trainer.layers=1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.stdout.count("GB/s  bucket.capacity=") == 3
