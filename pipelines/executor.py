@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,10 @@ from stages.errors import CompositionError
 from stages.flow import Delivery, GroupSpec
 from stages.run import Clock, Run
 from stages.trace import TracedLink
+
+log = logging.getLogger("weightstream")
+
+_TINY = 64  # buckets of which nobody minds that they are small
 
 
 def check_chain(stages: Sequence[Stage]) -> None:
@@ -46,6 +51,19 @@ def plan_chain(stages: Sequence[Stage], run: Run) -> None:
     for stage in stages[1:]:
         specs = tuple(stage.plan(specs, run))
     run.planned = key
+    _warn_of_tiny_buckets(run)
+
+
+def _warn_of_tiny_buckets(run: Run) -> None:
+    plan = run.plan
+    if plan is not None and len(plan.buckets) > max(_TINY, len(plan.tensors)):
+        log.warning(
+            "%d buckets for %d tensors: nearly every tensor is cut, each piece a request to every engine\n"
+            "  raise bucket.capacity (%d bytes in the largest bucket now)",
+            len(plan.buckets),
+            len(plan.tensors),
+            plan.largest_bucket,
+        )
 
 
 def run_chain(stages: Sequence[Stage], run: Run, ready: Callable[[], None] = lambda: None) -> list[Delivery]:

@@ -137,6 +137,11 @@ def _read_headers(folder: Path) -> dict[str, Placed]:
         raise ConfigError(
             f"{folder} holds no safetensors file; convert the checkpoint with transformers' save_pretrained"
         )
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(
+            f"{folder} lacks {len(absent)} of the {len(files)} files that its index lists, first {absent[0]}\n"
+            "  fetch the rest of the checkpoint"
+        )
     found: dict[str, Placed] = {}
     for file in files:
         for spec in read_header(file):
@@ -157,6 +162,8 @@ def read_header(file: Path) -> list[TensorSpec]:
     """
     try:
         size = file.stat().st_size
+        if size == 0:
+            raise ValueError("it is empty")
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if not 2 <= length <= min(size - 8, 100_000_000):
@@ -176,7 +183,10 @@ def read_header(file: Path) -> list[TensorSpec]:
             raise ValueError(f"{size} bytes long, its header says {8 + length + end}")
         return specs
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from error
+        raise ConfigError(
+            f"{file} is not a complete safetensors file: {error}\n"
+            "  fetch it again: it was cut short, or is a Git LFS pointer to the file"
+        ) from error
 
 
 def _whole(value: Any) -> int:
