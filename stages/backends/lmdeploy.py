@@ -14,7 +14,7 @@ import torch
 from stages.backends.base import Backend, Engine, Keys
 from stages.backends.flattened import PayloadCache, check_load_format, encode, metadata_of, names_of
 from stages.backends.http import expect_dict
-from stages.errors import CompositionError, ConfigError, EngineError, EngineUnreachable
+from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment
 from stages.run import Run, Timeouts, Wire
 from stages.transport.messages import GroupInit, GroupMessage, IpcMessage
@@ -113,8 +113,9 @@ class LmdeployEngine(Engine):
             self._weights_awake = False
             try:
                 self.admin.post("/sleep", "pause", self.timeouts.control, query={"level": self._sleep_level})
-            except EngineUnreachable:  # it may have heard all the same
-                self.state.paused, self.state.begun = True, self._sleep_level == 2
+            except EngineError as error:
+                if error.status is None or not 400 <= error.status < 500:  # it may be asleep all the same
+                    self.state.paused, self.state.begun = True, self._sleep_level == 2
                 raise
             self.state.begun = self._sleep_level == 2
         self.state.paused = True

@@ -280,16 +280,21 @@ def test_a_failed_engine_stays_asleep_and_the_next_update_starts_over(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleep_without_an_answer_is_taken_for_a_sleep(server: Server, level: int) -> None:
+@pytest.mark.parametrize(
+    "answer, words", [(Answer(drop=True), "dropped"), (Answer(500, "Internal Server Error"), "answered 500")]
+)
+def test_a_sleep_that_may_have_happened_is_taken_for_a_sleep(
+    server: Server, level: int, answer: Answer, words: str
+) -> None:
     engine = Engine(server)
 
     def sleep(asked: Asked) -> Answer:
         engine.sleep(asked)
-        return Answer(drop=True)
+        return answer
 
     with updater_over(server, backend(level), wire="one dtype") as updater:
         server.answers["/sleep"] = sleep
-        with pytest.raises(UpdateFailed, match="dropped"):
+        with pytest.raises(UpdateFailed, match=words):
             updater.update(Toy(1.0))
         assert bool(updater.tainted) == (level == 2)  # at level 1 its weights are there, and it is woken again
         assert bool(engine.sleeping) == (level == 2)
