@@ -13,8 +13,8 @@ import torch
 
 from stages.backends.base import Backend, Engine, Keys
 from stages.backends.flattened import PayloadCache, check_load_format, encode, metadata_of, names_of
-from stages.backends.http import expect_dict
-from stages.errors import CompositionError, ConfigError, EngineError
+from stages.backends.http import Http, expect_dict
+from stages.errors import CompositionError, ConfigError, EngineError, EngineUnreachable
 from stages.flow import Bucket, Shipment
 from stages.run import Run, Timeouts, Wire
 from stages.transport.messages import GroupInit, GroupMessage, IpcMessage
@@ -113,9 +113,9 @@ class LmdeployEngine(Engine):
             self._weights_awake = False
             try:
                 self.admin.post("/sleep", "pause", self.timeouts.control, query={"level": self._sleep_level})
-            except EngineError as error:
-                if error.status is None or not 400 <= error.status < 500:  # it may be asleep all the same
-                    self.state.paused, self.state.begun = True, self._sleep_level == 2
+            except EngineError as error:  # whoever answered, it may have heard all the same
+                self.state.paused = isinstance(error, EngineUnreachable) or self._may_sleep()
+                self.state.begun = self.state.paused and self._sleep_level == 2
                 raise
             self.state.begun = self._sleep_level == 2
         self.state.paused = True
@@ -124,6 +124,10 @@ class LmdeployEngine(Engine):
 
     def begin(self, run: Run) -> None:
         self.admin.post("/wakeup", "begin", self.timeouts.control, query={"tags": "weights"})
+        if not self._asleep("begin"):
+            # Its KV cache was awake already: an earlier update failed between its two calls of /wakeup.
+            self.admin.post("/sleep", "begin", self.timeouts.control, query={"level": self._sleep_level})
+            self.admin.post("/wakeup", "begin", self.timeouts.control, query={"tags": "weights"})
         if not self._asleep("begin"):
             raise self.fail(
                 "begin", "the KV cache woke up together with the weights; it must stay asleep during an update"
@@ -214,19 +218,20 @@ class LmdeployEngine(Engine):
         return {"event_ipc_handle": self._event.ipc_handle()}
 
     def _update_params(self, body: dict[str, Any], phase: str = "put") -> None:
-        try:
-            self.admin.post("/update_weights", phase, self.timeouts.put, body)
-        except EngineError as error:
-            if error.status == 500:
-                raise self.fail(
-                    phase,
-                    "/update_weights answered 500, which it does without a reason (part of the bucket may be loaded); "
-                    "the reason is in the engine's log. Common ones: not started with --distributed-executor-backend ray, "
-                    "TurboMind backend, unknown tensor name, wrong shape",
-                    status=500,
-                    body=error.body,
-                ) from error
-            raise
+        answer = self.admin.raw("POST", "/update_weights", phase, self.timeouts.put, body=body)
+        status, words = answer.status_code, self.admin.clean(answer.text)
+        if status == 500:
+            raise self.fail(
+                phase,
+                "/update_weights answered 500, which it does without a reason (part of the bucket may be loaded); "
+                "the reason is in the engine's log. Common ones: not started with --distributed-executor-backend ray, "
+                "TurboMind backend, unknown tensor name, wrong shape",
+                status=500,
+                body=words,
+            )
+        # It says null. A page or nothing at all, with 200, comes from somebody in between.
+        if status != 200 or (isinstance(self.admin, Http) and words.strip() != "null"):
+            raise self.fail(phase, f"/update_weights answered {status}: {words[:500]!r}", status=status, body=words)
 
     def _succeed(self, path: str, phase: str, body: dict[str, Any], timeout: float) -> None:
         answer = expect_dict(self.admin, self.admin.post(path, phase, timeout, body), phase, path)
@@ -236,6 +241,12 @@ class LmdeployEngine(Engine):
     def _asleep(self, phase: str) -> bool:
         answer = self.admin.get("/is_sleeping", phase, self.timeouts.control)
         return bool(expect_dict(self.admin, answer, phase, "/is_sleeping").get("is_sleeping"))
+
+    def _may_sleep(self) -> bool:
+        try:
+            return self._asleep("pause")
+        except EngineError:
+            return True
 
     def _knows_group(self, name: str) -> bool:
         """An empty, unfinished bucket loads nothing, but is refused when there is no such group; TurboMind refuses all."""

@@ -14,7 +14,7 @@ import torch
 
 from stages.backends.base import Backend, Engine, Keys
 from stages.backends.flattened import names_of
-from stages.backends.http import expect_dict
+from stages.backends.http import Http, expect_dict
 from stages.errors import CompositionError, ConfigError, EngineError
 from stages.flow import Bucket, Shipment, plan_to_json
 from stages.receiver import ABORT_SEQ
@@ -123,7 +123,7 @@ class VllmEngine(Engine):
 
     def pause(self, run: Run) -> None:
         self.state.paused = True  # even if no answer comes: it may have heard
-        self.admin.post("/pause", "pause", self.timeouts.control, query={"mode": self._pause, "clear_cache": "true"})
+        self._tell("/pause", "pause", self.timeouts.control, query={"mode": self._pause, "clear_cache": "true"})
         answer = self.admin.get("/is_paused", "pause", self.timeouts.control)
         if expect_dict(self.admin, answer, "pause", "/is_paused").get("is_paused") is not True:
             raise self.fail("pause", "/pause answered 200 but /is_paused says false")
@@ -133,12 +133,12 @@ class VllmEngine(Engine):
             return  # nothing reaches it before commit
         self.state.begun = True
         try:
-            self.admin.post("/start_weight_update", "begin", self.timeouts.control)
+            self._tell("/start_weight_update", "begin", self.timeouts.control)
         except EngineError as error:
             if error.status != 500 or ("start" not in str(error).lower() and "active" not in str(error).lower()):
                 raise
             self._close_session("begin")  # left open by an update that died
-            self.admin.post("/start_weight_update", "begin", self.timeouts.control)
+            self._tell("/start_weight_update", "begin", self.timeouts.control)
         self._started = True
 
     def put(self, shipment: Shipment, run: Run) -> None:
@@ -156,7 +156,7 @@ class VllmEngine(Engine):
             "digest": None if bucket.digest is None else f"{bucket.digest:016x}",
         }
         try:
-            self.admin.post("/update_weights", "put", self.timeouts.put, {"update_info": info})
+            self._tell("/update_weights", "put", self.timeouts.put, {"update_info": info})
         except EngineError:
             self._started = False  # the engine closes the session by itself
             self.state.known_plan = None
@@ -167,11 +167,11 @@ class VllmEngine(Engine):
         if run.transport.name == "disk":
             self.state.begun = True
             body = {"method": "reload_weights", "kwargs": {"weights_path": run.folder}}
-            self.admin.post("/collective_rpc", "commit", self.timeouts.put, body)
-            self.admin.post("/update_weight_version", "commit", self.timeouts.control, {"new_version": run.version})
+            self._tell("/collective_rpc", "commit", self.timeouts.put, body)
+            self._tell("/update_weight_version", "commit", self.timeouts.control, {"new_version": run.version})
             return
         self._started = False
-        self.admin.post("/finish_weight_update", "commit", self.timeouts.put, {"weight_version": run.version})
+        self._tell("/finish_weight_update", "commit", self.timeouts.put, {"weight_version": run.version})
 
     def abort(self, run: Run) -> None:
         if self._started:
@@ -184,7 +184,7 @@ class VllmEngine(Engine):
         self.admin.raw("POST", "/update_weights", phase, self.timeouts.put, body={"update_info": info})
 
     def resume(self, run: Run) -> None:
-        self.admin.post("/resume", "resume", self.timeouts.control)
+        self._tell("/resume", "resume", self.timeouts.control)
 
     def verify(self, run: Run) -> str:
         seen = self._version("verify")
@@ -218,15 +218,24 @@ class VllmEngine(Engine):
         choice = answer["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
+    def _tell(
+        self, path: str, phase: str, timeout: float, body: Any = None, query: dict[str, Any] | None = None
+    ) -> None:
+        """Every route here answers an object. A page or nothing at all, with 200, comes from somebody in between."""
+        more = {} if query is None else {"query": query}
+        answer = self.admin.post(path, phase, timeout, body, **more)
+        if isinstance(self.admin, Http):
+            expect_dict(self.admin, answer, phase, path)
+
     def _shut_down(self) -> None:
         """Its receiver drops mappings and groups."""
         self.state.known_plan = None
-        self.admin.post("/shutdown_weight_transfer_engine", "leave group", self.timeouts.control)
+        self._tell("/shutdown_weight_transfer_engine", "leave group", self.timeouts.control)
 
     def _init(self, info: dict[str, Any], timeout: float) -> None:
         self.state.known_plan = None
         try:
-            self.admin.post("/init_weight_transfer_engine", "join", timeout, {"init_info": info})
+            self._tell("/init_weight_transfer_engine", "join", timeout, {"init_info": info})
         except EngineError as error:
             self._explain(error)
             raise
@@ -284,7 +293,7 @@ class NativeVllmEngine(VllmEngine):
             info["tensor_sizes"] = [e.nbytes for e in bucket.layout.entries]
             info["ipc_handles_pickled"] = self._handles[bucket.slot.index]
         try:
-            self.admin.post("/update_weights", "put", self.timeouts.put, {"update_info": info})
+            self._tell("/update_weights", "put", self.timeouts.put, {"update_info": info})
         except EngineError as error:
             self._started = False
             self._explain(error)

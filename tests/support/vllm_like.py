@@ -96,7 +96,7 @@ class VllmLike:
         assert asked.body["method"] == "reload_weights"
         for file in Path(asked.body["kwargs"]["weights_path"]).glob("*.safetensors"):
             self.weights |= {n: raw(t) for n, t in load_file(file).items()}
-        return Answer(200)
+        return Answer(200, {"results": [None]})
 
     def label(self, asked: Asked) -> Answer:
         self.version = asked.body["new_version"]

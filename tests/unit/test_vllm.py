@@ -239,7 +239,7 @@ def test_a_session_that_a_dead_trainer_left_open_is_closed_first(
 def test_an_incomplete_update_cannot_be_finished(engine: VllmLike, updater: WeightUpdater, server: Server) -> None:
     """Completeness is judged per update, not per call (sgl-project/sglang#9663)."""
     server.answers["/update_weights"] = lambda a: (
-        Answer(200) if a.body["update_info"]["seq"] == BUCKETS - 1 else engine.update(a)
+        Answer(200, {"message": "Weights updated"}) if a.body["update_info"]["seq"] == BUCKETS - 1 else engine.update(a)
     )
     with pytest.raises(UpdateFailed, match=f"incomplete: {BUCKETS - 1} of {BUCKETS} buckets"):
         updater.update(Toy(1.0))
