@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[Mistake, str, str]] = {
     "another engine": (
         lambda engine, _: [urls(engine.url), "backend=lmdeploy"],
         "probe: GET /is_sleeping answered 404",
-        "set backend= to the engine that runs there",
+        "it answers as sglang does: set backend=sglang",
     ),
     "another model": (
         lambda engine, folders: [urls(engine.url), f"trainer.path={folders.llama}"],
