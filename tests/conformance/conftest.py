@@ -1,7 +1,7 @@
 """Real engines for the tests of this folder: installed on first use, started on demand, shared between tests.
 
-A test says by `@serve(...)` which engine it needs and takes the fixture `server`. pytest groups tests by it, so that
-each engine starts once and no two run at the same time.
+A test says by `@serve(...)` which engine it needs and takes the fixture `server`. Tests are grouped by it, so that each
+engine starts once and no two run at the same time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     wanted = {name for name in str(config.getoption("--engines")).split(",") if name}
     if unknown := wanted - set(provision.ENGINES):
         known = ", ".join(provision.ENGINES)
         raise pytest.UsageError(f"--engines: unknown {sorted(unknown)}, expected some of {known}")
-    items.sort(key=lambda item: item.path.name == "test_support.py")  # it looks back on all others
     left_out: list[pytest.Item] = []
     for item in items:
         served = _served(item)
@@ -50,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.append(item)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+    yield
+    # pytest itself groups by the position of a parameter in its list, not by what it is.
+    first: dict[Served | None, int] = {}
+    for item in items:
+        first.setdefault(_served(item), len(first))
+    items.sort(key=lambda item: (item.path.name == "test_support.py", first[_served(item)]))  # which looks back on all
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -17,7 +17,7 @@ from .served import FP32, PLUGIN, Served
 from .servers import MODEL, EngineServer, direct_session
 from .updates import updater
 
-TOKENS = 300  # far more than an engine makes until it is paused
+TOKENS = 400  # far more than an engine makes until it is paused
 SGLANG, VLLM = Served("sglang", FP32), Served("vllm", FP32, extra=PLUGIN)
 MODES = [(SGLANG, "retract", False), (SGLANG, "in_place", False), (SGLANG, "abort", True)]
 MODES += [(VLLM, "keep", False), (VLLM, "wait", False), (VLLM, "abort", True)]
@@ -31,8 +31,8 @@ def test_a_running_request_ends_as_documented(
 ) -> None:
     first, last = (checkpoints(replace(FP32, seed=seed)) for seed in (1, 2))
     learned = learn(server, last)
-    learn(server, first)
     with updater(server, "ipc", tmp_path, f"backend.pause={mode}", "bucket.capacity=256KiB") as weights:
+        assert weights.update(first)  # sets up what an update needs: the next one pauses at once
         running = stream(server)
         next(running)
         assert weights.update(last)
